@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from cuflash.errors import ValueRangeError
 
 if TYPE_CHECKING:
     import logging
 
+# The families of kernels (plans/record.py).
+FamilyName = Literal[
+    "wgmma", "mma", "decode", "decode_simt", "fma", "dmma", "tf32x3", "simt"
+]  # fmt: skip
+
 # Variable: its known values. An empty variable counts as unset.
 VALUES = {
     "CUFLASH_COMPILE": ("background", "eager", "lazy"),
-    "CUFLASH_FAMILY": (
-        "wgmma",
-        "mma",
-        "decode",
-        "decode_simt",
-        "fma",
-        "dmma",
-        "tf32x3",
-        "simt",
-    ),
+    "CUFLASH_FAMILY": get_args(FamilyName),
     "CUFLASH_LOG": ("plan",),
     "CUFLASH_CHECK": ("0", "1"),
 }

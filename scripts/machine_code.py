@@ -25,9 +25,9 @@ from pathlib import Path
 from command_line import number
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
-from cuflash.plans.family import FamilyName
 from cuflash.plans.kernel import KernelPlan
 from cuflash.plans.plan import default_plans, device_of_arch, plan
+from cuflash.plans.record import FamilyName
 from cuflash.request.problem import Problem, Rotary
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

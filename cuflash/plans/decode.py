@@ -10,8 +10,8 @@ from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import ALIGNMENT, MAX_SPLITS, KVCache, Problem
 
 from .append import append_launches, width_of_rotated
-from .family import FamilyName
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .record import FamilyName
 from .rounding import ceil_div, round_up
 from .steps import (
     LONGEST_RUN,

@@ -1,90 +1,294 @@
-"""One record a family of kernels: what the rest of cuflash asks about it.
+"""Which family of kernels runs a problem, and with which tiles it can.
 
-Whoever runs a plan asks the record of its family, never the family's name.
+The only module that knows families by name.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import cast
 
-from cuflash.request import layouts
-from cuflash.request.layouts import Layout
+from cuflash import settings
+from cuflash.errors import UnsupportedError
+from cuflash.plans import (
+    decode,
+    decode_simt,
+    fma,
+    fma_derivatives,
+    mma,
+    mma8,
+    mma8_derivatives,
+    mma_derivatives,
+    simt,
+    simt_derivatives,
+    tiles,
+    wgmma,
+    wgmma_double_backward,
+    wgmma_jvp,
+)
+from cuflash.plans.kernel import Device, Maker, shared_bytes_of_block
+from cuflash.plans.record import FamilyName
+from cuflash.plans.steps import MAX_OF_TENSOR_CORES
+from cuflash.plans.tiles import Tile
+from cuflash.request import options
+from cuflash.request.problem import Problem
 
-FamilyName = Literal[
-    "wgmma", "mma", "decode", "decode_simt", "fma", "dmma", "tf32x3", "simt"
-]  # fmt: skip
 
-_VECTOR = 16  # bytes of the widest load
+def _makers(queries: ModuleType, derivatives: ModuleType) -> dict[str, Maker]:
+    return {
+        "forward": queries.FORWARD,
+        "backward": queries.BACKWARD,
+        "jvp": derivatives.JVP,
+        "double_backward": derivatives.DOUBLE_BACKWARD,
+    }
 
 
-@dataclass(frozen=True)
-class Family:
-    """What is true of all kernels of a family.
+# What plans each direction's kernels of a family.
+_MAKERS: dict[str, dict[str, Maker]] = {
+    "wgmma": {
+        "forward": wgmma.FORWARD,
+        "backward": wgmma.BACKWARD,
+        "jvp": wgmma_jvp.JVP,
+        "double_backward": wgmma_double_backward.DOUBLE_BACKWARD,
+    },
+    "mma": _makers(mma, mma_derivatives),
+    "decode": dict.fromkeys(("forward", "kvcache"), decode.FORWARD),
+    "decode_simt": dict.fromkeys(("forward", "kvcache"), decode_simt.FORWARD),
+    "fma": _makers(fma, fma_derivatives),
+    "dmma": _makers(mma8, mma8_derivatives),
+    "tf32x3": _makers(mma8, mma8_derivatives),
+    "simt": _makers(simt, simt_derivatives),
+}
 
-    Attributes
-    ----------
-    name : str
-        In plans, messages and the environment variable ``CUFLASH_FAMILY``.
-    folder : str
-        Of its kernels, in ``kernels/``.
-    entry : str
-        How the names of its kernels' entries end.
-    loads_by_tma : bool
-        Whether inputs and gradients have a TensorMap.
-    adds_to_dq : bool
-        Whether blocks add to dq itself; prepare/delta.cu zeroes it before.
-    splits_keys : bool
-        Whether several blocks share a row's keys.
-    loads : str
-        How inputs' rows are read: by ``"vectors"`` of 16 bytes, by
-        ``"elements"`` of 4 or 8 bytes, or by ``"divisors"``, the widest
-        vectors that divide a row.
+# Whether wgmma's kernels support a problem; `wgmma.runs` in other directions.
+_WGMMA_RUNS = {
+    "jvp": wgmma_jvp.runs,
+    "double_backward": wgmma_double_backward.runs,
+}
+
+# The families for derivatives of problems whose own one has no kernels.
+_OLDER: dict[FamilyName, tuple[FamilyName, ...]] = {
+    "wgmma": ("mma",),
+    "tf32x3": ("fma",),
+}
+
+OLDEST_FOR_TF32X3 = 80  # compute capability
+
+
+def family_of(
+    problem: Problem, device: Device, wanted: FamilyName | None = None
+) -> FamilyName:
+    """The kernel family for a problem on a device."""
+    check_splits(problem)
+    family = _family_of(problem, device, wanted)
+    options.check_order(problem)
+    if problem.tangents is not None:
+        return _derivative_family(problem, device, family)
+    return family if _has_kernels(problem, family) else "simt"
+
+
+def _derivative_family(
+    problem: Problem, device: Device, family: FamilyName
+) -> FamilyName:
+    """That family, else an older one, which has such a tile for derivatives.
+
+    Tangents double what a block holds, so fewer head dimensions fit. The
+    requested block sizes may be those of simt alone.
     """
-
-    name: FamilyName
-    folder: str
-    entry: str
-    loads_by_tma: bool = False
-    adds_to_dq: bool = False
-    splits_keys: bool = False
-    loads: Literal["vectors", "elements", "divisors"] = "vectors"
-
-    def readable(self, given: Layout, by_tma: bool = True) -> Layout:
-        """Return the layout of an input if kernels can read it, or a copy's.
-
-        by_tma : False for an input without a TensorMap.
-        """
-        alignment = self.row_alignment(given.dtype.itemsize, given.shape[-1])
-        return layouts.readable(given, alignment, self.loads_by_tma and by_tma)
-
-    def row_alignment(self, itemsize: int, columns: int) -> int:
-        """Return the alignment in bytes that inputs' rows need."""
-        # simt reads 16-bit elements one by one, prepare/delta.cu does not.
-        if self.loads == "elements" and itemsize > 2:
-            return itemsize
-        if self.loads == "divisors":
-            return math.gcd(_VECTOR, itemsize * columns)
-        return _VECTOR
+    for name in (family, *_OLDER.get(family, ())):
+        legal = legal_tiles(problem, device, name)
+        if any(has_sizes(tile, problem) for tile in legal):
+            return name
+    return "simt"
 
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family("wgmma", "sm90", "wgmma", loads_by_tma=True),
-        Family("mma", "sm80", "mma"),
-        Family("decode", "decode", "decode", splits_keys=True),
-        Family("decode_simt", "decode", "decode_simt", splits_keys=True,
-               loads="divisors"),
-        Family("fma", "fma", "fma", adds_to_dq=True),
-        Family("dmma", "mma8", "mma8", adds_to_dq=True),
-        Family("tf32x3", "mma8", "mma8", adds_to_dq=True),
-        Family("simt", "simt", "simt", loads="elements"),
+def maker_of(problem: Problem, family: str) -> Maker:
+    """What plans a family's kernels for the problem's direction."""
+    return _MAKERS[family][problem.direction]
+
+
+def _has_kernels(problem: Problem, family: str) -> bool:
+    """Whether a family has kernels of the problem's direction."""
+    return problem.direction in _MAKERS[family]
+
+
+def _family_of(
+    problem: Problem, device: Device, wanted: FamilyName | None
+) -> FamilyName:
+    needed = oldest_of_dtype(problem)
+    if device.capability < needed:
+        raise UnsupportedError(
+            f"{problem.dtype} needs a GPU of compute capability"
+            f" {needed / 10} or newer, this one has"
+            f" {device.capability / 10} ({device.arch})"
+            + (
+                "; float32 and float64 run from 7.5 on"
+                if device.capability >= 75
+                else ""
+            )
+        )
+    if problem.precision:
+        if device.capability < OLDEST_FOR_TF32X3:
+            raise UnsupportedError(
+                f"precision {problem.precision!r} needs a GPU of compute"
+                f" capability {OLDEST_FOR_TF32X3 / 10} or newer, this one has"
+                f" {device.capability / 10} ({device.arch}): leave it out"
+            )
+        check_precision(problem)
+        return "tf32x3"
+    if wanted == "simt" and problem.kvcache is None:
+        return "simt"
+    decoding = _decode_family(problem, device, wanted)
+    if decoding:
+        return decoding
+    if (problem.num_splits or 1) > 1:
+        raise UnsupportedError(
+            f"num_splits is {problem.num_splits}: {device.arch} has too little"
+            " shared memory to split keys with head_dim"
+            f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
+            " it out"
+        )
+    if _is_wide(problem):
+        # Few tiles fit: use fma only if both directions have one.
+        both = (
+            replace(problem, direction=direction)
+            for direction in ("forward", "backward")
+        )
+        runs = all(_fma_runs(each, device) for each in (*both, problem))
+        return "fma" if runs else "simt"
+    if not _has_sixteen_bits(problem):
+        has_tf32 = problem.dtype == "float32" and device.capability >= 80
+        if wanted == "tf32x3" and has_tf32:
+            return "tf32x3"
+        if _fma_runs(problem, device):
+            return "fma"
+        if _dmma_runs(problem, device):
+            return "dmma"
+        return "simt"
+    has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
+    by_wgmma = _WGMMA_RUNS.get(problem.direction, wgmma.runs)
+    if has_wgmma and by_wgmma(problem, device):
+        return "wgmma"
+    return "mma"
+
+
+def _has_sixteen_bits(problem: Problem) -> bool:
+    return problem.dtype in ("float16", "bfloat16")
+
+
+def oldest_of_dtype(problem: Problem) -> int:
+    """The oldest compute capability that supports the problem's dtype."""
+    return 80 if _has_sixteen_bits(problem) else 75
+
+
+def _is_wide(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > MAX_OF_TENSOR_CORES
+
+
+def _decode_family(
+    problem: Problem, device: Device, wanted: FamilyName | None
+) -> FamilyName | None:
+    """The decode kernel for a problem, if any: decode/forward.cu first.
+
+    Needs shared memory for some tile.
+    """
+    must_decode = problem.num_splits or problem.kvcache is not None
+    modules: tuple[tuple[FamilyName, ModuleType], ...] = (
+        ("decode", decode), ("decode_simt", decode_simt),
+    )  # fmt: skip
+    for family, module in modules:
+        if (
+            module.runs(problem)
+            and (
+                wanted == family
+                or (must_decode and wanted != "decode_simt")
+                or (wanted is None and module.pays(problem))
+            )
+            and any(legal_tiles(problem, device, family))
+        ):
+            return family
+    return None
+
+
+def _fma_runs(problem: Problem, device: Device) -> bool:
+    """Needs float32, cp.async and shared memory for some tile."""
+    return (
+        problem.dtype == "float32"
+        and device.capability >= 80
+        and any(legal_tiles(problem, device, "fma"))
     )
-}  # fmt: skip
 
 
-def is_named_by_mma(entry: str) -> bool:
-    """Whether a kernel's entry is named by its tensor cores' instruction."""
-    return "mma" in entry
+def _dmma_runs(problem: Problem, device: Device) -> bool:
+    """Needs float64, fast tensor cores and registers for some tile."""
+    return (
+        problem.dtype == "float64"
+        and device.capability in mma8.CAPABILITIES
+        and any(legal_tiles(problem, device, "dmma"))
+    )
+
+
+def check_splits(problem: Problem) -> None:
+    """Raise UnsupportedError if no kernel splits the keys of such calls."""
+    if problem.num_splits is None or problem.num_splits == 1:
+        return
+    if not decode_simt.runs(problem):
+        raise UnsupportedError(
+            f"num_splits is {problem.num_splits}: keys are split without"
+            " packed sequences, precision, block_q and block_k; leave it out"
+        )
+
+
+def check_precision(problem: Problem) -> None:
+    """Raise UnsupportedError if the head dimensions are too large."""
+    if problem.precision and _is_wide(problem):
+        raise UnsupportedError(
+            f"precision {problem.precision!r} needs head_dim and"
+            f" head_dim_v of at most {MAX_OF_TENSOR_CORES}, this call"
+            f" has {problem.head_dim} and {problem.head_dim_v}: leave it"
+            " out"
+        )
+
+
+def wanted_family() -> FamilyName | None:
+    """The family named by the environment variable ``CUFLASH_FAMILY``."""
+    return cast("FamilyName | None", settings.read("CUFLASH_FAMILY"))
+
+
+def legal_tiles(
+    problem: Problem, device: Device, family: str
+) -> Iterator[Tile]:
+    """Every tile with which a family's kernel can run a problem.
+
+    Larger tiles, which are usually faster, come first.
+    """
+    if not _has_kernels(problem, family):
+        return
+    for tile in tiles.candidates(family, problem.direction):
+        if _fits(problem, device, family, tile):
+            yield tile
+
+
+def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
+    maker = maker_of(problem, family)
+    most = shared_bytes_of_block(device, tile.blocks_per_sm)
+    shared = maker.shared_bytes(problem, tile)
+    return shared <= most and maker.fits(problem, tile)
+
+
+def is_legal(
+    problem: Problem, device: Device, family: str, tile: Tile
+) -> bool:
+    """Whether a family's kernel can run a problem with a tile."""
+    known = tiles.is_known(family, problem.direction, tile)
+    return known and _fits(problem, device, family, tile)
+
+
+def has_sizes(tile: Tile, problem: Problem) -> bool:
+    """Whether a tile has the requested block sizes."""
+    return problem.block_q in (None, tile.block_q) and problem.block_k in (
+        None,
+        tile.block_k,
+    )

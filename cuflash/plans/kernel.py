@@ -13,7 +13,7 @@ from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
 
-from .family import FAMILIES, Family, FamilyName
+from .record import FAMILIES, Family, FamilyName
 from .rounding import round_up
 
 

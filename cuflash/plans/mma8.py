@@ -5,8 +5,8 @@ from __future__ import annotations
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
-from .family import FamilyName
 from .kernel import Device, Maker, Plan
+from .record import FamilyName
 from .rounding import round_up
 from .steps import (
     HEAD_DIM_STEP,

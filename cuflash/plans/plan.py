@@ -1,58 +1,44 @@
 """The dispatcher: `plan` turns a `Problem` and a `Device` into a `Plan`.
 
-It chooses the kernel family and the tile; `cuflash.plans` has the constants,
-grids, shared memory and registers of each family's kernels. Pure Python: no
-array library, no GPU.
+It chooses the tile, as `family` does the family; the families' modules have
+the constants, grids, shared memory and registers of their kernels. Pure
+Python: no array library, no GPU.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from types import ModuleType
-from typing import cast
 
-from cuflash import settings
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.plans import (
-    decode,
-    decode_simt,
-    fma,
-    fma_derivatives,
-    mma,
-    mma8,
-    mma8_derivatives,
-    mma_derivatives,
-    nearest_tiles,
-    simt,
-    simt_derivatives,
-    tiles,
-    wgmma,
-    wgmma_double_backward,
-    wgmma_jvp,
+from cuflash.plans import nearest_tiles, tiles
+from cuflash.plans.family import (
+    OLDEST_FOR_TF32X3,
+    check_precision,
+    check_splits,
+    family_of,
+    has_sizes,
+    is_legal,
+    legal_tiles,
+    maker_of,
+    oldest_of_dtype,
+    wanted_family,
 )
-from cuflash.plans.family import FAMILIES, FamilyName
 from cuflash.plans.kernel import (
     SHARED_KIB,
     Device,
     KernelPlan,
     Launch,
-    Maker,
     Plan,
     StaticSchedule,
     device_of_arch,
     occupancy,
-    shared_bytes_of_block,
 )
 from cuflash.plans.nearest_tiles import ROWS_OF_A_TILE
+from cuflash.plans.record import FAMILIES, FamilyName
 from cuflash.plans.rotary import rotary_plan
 from cuflash.plans.rounding import ceil_div
-from cuflash.plans.steps import (
-    MAX_OF_TENSOR_CORES,
-    merge_plan,
-    window_of,
-)
+from cuflash.plans.steps import merge_plan, window_of
 from cuflash.plans.tiles import Tile
 from cuflash.request import options
 from cuflash.request.problem import Problem
@@ -65,48 +51,10 @@ __all__ = [
     "wanted_family",
 ]  # fmt: skip
 
-_MAKERS: dict[tuple[str, str], Maker] = {
-    (family, direction): maker
-    for family, module in {
-        "wgmma": wgmma, "mma": mma, "fma": fma, "dmma": mma8, "tf32x3": mma8,
-        "simt": simt,
-    }.items()
-    for direction, maker in (
-        ("forward", module.FORWARD), ("backward", module.BACKWARD)
-    )
-} | {
-    ("decode", "forward"): decode.FORWARD,
-    ("decode", "kvcache"): decode.FORWARD,
-    ("decode_simt", "forward"): decode_simt.FORWARD,
-    ("decode_simt", "kvcache"): decode_simt.FORWARD,
-    ("wgmma", "jvp"): wgmma_jvp.JVP,
-    ("wgmma", "double_backward"): wgmma_double_backward.DOUBLE_BACKWARD,
-    ("fma", "jvp"): fma_derivatives.JVP,
-    ("fma", "double_backward"): fma_derivatives.DOUBLE_BACKWARD,
-    ("mma", "jvp"): mma_derivatives.JVP,
-    ("mma", "double_backward"): mma_derivatives.DOUBLE_BACKWARD,
-    ("dmma", "jvp"): mma8_derivatives.JVP,
-    ("tf32x3", "jvp"): mma8_derivatives.JVP,
-    ("dmma", "double_backward"): mma8_derivatives.DOUBLE_BACKWARD,
-    ("tf32x3", "double_backward"): mma8_derivatives.DOUBLE_BACKWARD,
-    ("simt", "jvp"): simt_derivatives.JVP,
-    ("simt", "double_backward"): simt_derivatives.DOUBLE_BACKWARD,
-}  # fmt: skip
 
-
-# Whether wgmma's kernels support a problem; `wgmma.runs` in other directions.
-_WGMMA_RUNS = {
-    "jvp": wgmma_jvp.runs,
-    "double_backward": wgmma_double_backward.runs,
-}
-
-# The families for derivatives of problems whose own one has no kernels.
-_OLDER: dict[FamilyName, tuple[FamilyName, ...]] = {
-    "wgmma": ("mma",),
-    "tf32x3": ("fma",),
-}
-
-_OLDEST_FOR_TF32X3 = 80  # compute capability
+def main_file(family: str, file: str) -> bool:
+    """Whether a kernel's file belongs to a family's folder."""
+    return file.startswith(f"{FAMILIES[family].folder}/")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,7 +97,7 @@ def plan(
             f"{tile} cannot be run by the {family} {problem.direction}"
             f" kernel on {device.arch}"
         )
-    maker = _MAKERS[family, problem.direction]
+    maker = maker_of(problem, family)
     return maker.plan(problem, device, tile)
 
 
@@ -166,20 +114,20 @@ def check(problem: Problem) -> None:
     ValueRangeError
         If no kernel on any GPU supports the requested block sizes.
     """
-    _check_precision(problem)
-    _check_splits(problem)
+    check_precision(problem)
+    check_splits(problem)
     options.check_order(problem)
     if problem.block_q is problem.block_k is None:
         return
     legal = set()
     for device in _known_devices():
-        if device.capability < _oldest(problem):
+        if device.capability < oldest_of_dtype(problem):
             continue
-        if problem.precision and device.capability < _OLDEST_FOR_TF32X3:
+        if problem.precision and device.capability < OLDEST_FOR_TF32X3:
             continue
         family = family_of(problem, device)
         for tile in legal_tiles(problem, device, family):
-            if _has_sizes(tile, problem):
+            if has_sizes(tile, problem):
                 return
             legal.add(tile)
     raise _no_such_blocks(problem, "any", "any GPU", legal)
@@ -189,215 +137,6 @@ def _known_devices() -> Iterator[Device]:
     for capability in SHARED_KIB:
         suffix = "a" if capability == 90 else ""
         yield device_of_arch(f"sm_{capability}{suffix}")
-
-
-def _check_splits(problem: Problem) -> None:
-    """Raise UnsupportedError if no kernel splits the keys of such calls."""
-    if problem.num_splits is None or problem.num_splits == 1:
-        return
-    if not decode_simt.runs(problem):
-        raise UnsupportedError(
-            f"num_splits is {problem.num_splits}: keys are split without"
-            " packed sequences, precision, block_q and block_k; leave it out"
-        )
-
-
-def _check_precision(problem: Problem) -> None:
-    """Raise UnsupportedError if the head dimensions are too large."""
-    if problem.precision and _is_wide(problem):
-        raise UnsupportedError(
-            f"precision {problem.precision!r} needs head_dim and"
-            f" head_dim_v of at most {MAX_OF_TENSOR_CORES}, this call"
-            f" has {problem.head_dim} and {problem.head_dim_v}: leave it"
-            " out"
-        )
-
-
-def family_of(
-    problem: Problem, device: Device, wanted: FamilyName | None = None
-) -> FamilyName:
-    """The kernel family for a problem on a device."""
-    _check_splits(problem)
-    family = _family_of(problem, device, wanted)
-    options.check_order(problem)
-    if problem.tangents is not None:
-        return _derivative_family(problem, device, family)
-    return family if _has_kernels(problem, family) else "simt"
-
-
-def _derivative_family(
-    problem: Problem, device: Device, family: FamilyName
-) -> FamilyName:
-    """That family, else an older one, which has such a tile for derivatives.
-
-    Tangents double what a block holds, so fewer head dimensions fit. The
-    requested block sizes may be those of simt alone.
-    """
-    for name in (family, *_OLDER.get(family, ())):
-        legal = legal_tiles(problem, device, name)
-        if any(_has_sizes(tile, problem) for tile in legal):
-            return name
-    return "simt"
-
-
-def _has_kernels(problem: Problem, family: str) -> bool:
-    """Whether a family has kernels of the problem's direction."""
-    return (family, problem.direction) in _MAKERS
-
-
-def _family_of(
-    problem: Problem, device: Device, wanted: FamilyName | None
-) -> FamilyName:
-    needed = _oldest(problem)
-    if device.capability < needed:
-        raise UnsupportedError(
-            f"{problem.dtype} needs a GPU of compute capability"
-            f" {needed / 10} or newer, this one has"
-            f" {device.capability / 10} ({device.arch})"
-            + (
-                "; float32 and float64 run from 7.5 on"
-                if device.capability >= 75
-                else ""
-            )
-        )
-    if problem.precision:
-        if device.capability < _OLDEST_FOR_TF32X3:
-            raise UnsupportedError(
-                f"precision {problem.precision!r} needs a GPU of compute"
-                f" capability {_OLDEST_FOR_TF32X3 / 10} or newer, this one has"
-                f" {device.capability / 10} ({device.arch}): leave it out"
-            )
-        _check_precision(problem)
-        return "tf32x3"
-    if wanted == "simt" and problem.kvcache is None:
-        return "simt"
-    decoding = _decode_family(problem, device, wanted)
-    if decoding:
-        return decoding
-    if (problem.num_splits or 1) > 1:
-        raise UnsupportedError(
-            f"num_splits is {problem.num_splits}: {device.arch} has too little"
-            " shared memory to split keys with head_dim"
-            f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
-            " it out"
-        )
-    if _is_wide(problem):
-        # Few tiles fit: use fma only if both directions have one.
-        both = (
-            replace(problem, direction=direction)
-            for direction in ("forward", "backward")
-        )
-        runs = all(_fma_runs(each, device) for each in (*both, problem))
-        return "fma" if runs else "simt"
-    if not _has_sixteen_bits(problem):
-        has_tf32 = problem.dtype == "float32" and device.capability >= 80
-        if wanted == "tf32x3" and has_tf32:
-            return "tf32x3"
-        if _fma_runs(problem, device):
-            return "fma"
-        if _dmma_runs(problem, device):
-            return "dmma"
-        return "simt"
-    has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
-    by_wgmma = _WGMMA_RUNS.get(problem.direction, wgmma.runs)
-    if has_wgmma and by_wgmma(problem, device):
-        return "wgmma"
-    return "mma"
-
-
-def _has_sixteen_bits(problem: Problem) -> bool:
-    return problem.dtype in ("float16", "bfloat16")
-
-
-def _oldest(problem: Problem) -> int:
-    """The oldest compute capability that supports the problem's dtype."""
-    return 80 if _has_sixteen_bits(problem) else 75
-
-
-def _is_wide(problem: Problem) -> bool:
-    return max(problem.head_dim, problem.head_dim_v) > MAX_OF_TENSOR_CORES
-
-
-def _decode_family(
-    problem: Problem, device: Device, wanted: FamilyName | None
-) -> FamilyName | None:
-    """The decode kernel for a problem, if any: decode/forward.cu first.
-
-    Needs shared memory for some tile.
-    """
-    must_decode = problem.num_splits or problem.kvcache is not None
-    modules: tuple[tuple[FamilyName, ModuleType], ...] = (
-        ("decode", decode), ("decode_simt", decode_simt),
-    )  # fmt: skip
-    for family, module in modules:
-        if (
-            module.runs(problem)
-            and (
-                wanted == family
-                or (must_decode and wanted != "decode_simt")
-                or (wanted is None and module.pays(problem))
-            )
-            and any(legal_tiles(problem, device, family))
-        ):
-            return family
-    return None
-
-
-def _fma_runs(problem: Problem, device: Device) -> bool:
-    """Needs float32, cp.async and shared memory for some tile."""
-    return (
-        problem.dtype == "float32"
-        and device.capability >= 80
-        and any(legal_tiles(problem, device, "fma"))
-    )
-
-
-def _dmma_runs(problem: Problem, device: Device) -> bool:
-    """Needs float64, fast tensor cores and registers for some tile."""
-    return (
-        problem.dtype == "float64"
-        and device.capability in mma8.CAPABILITIES
-        and any(legal_tiles(problem, device, "dmma"))
-    )
-
-
-def main_file(family: str, file: str) -> bool:
-    """Whether a kernel's file belongs to a family's folder."""
-    return file.startswith(f"{FAMILIES[family].folder}/")
-
-
-def wanted_family() -> FamilyName | None:
-    """The family named by the environment variable ``CUFLASH_FAMILY``."""
-    return cast("FamilyName | None", settings.read("CUFLASH_FAMILY"))
-
-
-def legal_tiles(
-    problem: Problem, device: Device, family: str
-) -> Iterator[Tile]:
-    """Every tile with which a family's kernel can run a problem.
-
-    Larger tiles, which are usually faster, come first.
-    """
-    if not _has_kernels(problem, family):
-        return
-    for tile in tiles.candidates(family, problem.direction):
-        if _fits(problem, device, family, tile):
-            yield tile
-
-
-def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
-    maker = _MAKERS[family, problem.direction]
-    most = shared_bytes_of_block(device, tile.blocks_per_sm)
-    shared = maker.shared_bytes(problem, tile)
-    return shared <= most and maker.fits(problem, tile)
-
-
-def is_legal(
-    problem: Problem, device: Device, family: str, tile: Tile
-) -> bool:
-    """Whether a family's kernel can run a problem with a tile."""
-    known = tiles.is_known(family, problem.direction, tile)
-    return known and _fits(problem, device, family, tile)
 
 
 def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
@@ -419,7 +158,7 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
     if problem.tangents is not None:
         nearest = _several_directions_first(nearest)
     for tile in nearest:
-        if _has_sizes(tile, problem) and is_legal(
+        if has_sizes(tile, problem) and is_legal(
             problem, device, family, tile
         ):
             return tile
@@ -429,7 +168,7 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
     if problem.tangents is not None:
         legal = _several_directions_first(legal)
     for tile in legal:
-        if _has_sizes(tile, problem):
+        if has_sizes(tile, problem):
             return tile
     raise _no_such_blocks(problem, f"the {family}", device.arch, legal)
 
@@ -437,14 +176,6 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
 def _several_directions_first(found: tuple[Tile, ...]) -> tuple[Tile, ...]:
     """The same tiles; first those whose blocks have several directions."""
     return tuple(sorted(found, key=lambda tile: -tile.directions))
-
-
-def _has_sizes(tile: Tile, problem: Problem) -> bool:
-    """Whether a tile has the requested block sizes."""
-    return problem.block_q in (None, tile.block_q) and problem.block_k in (
-        None,
-        tile.block_k,
-    )
 
 
 def _no_such_blocks(
@@ -470,7 +201,7 @@ def _no_room(
     problem: Problem, device: Device, family: str
 ) -> UnsupportedError:
     """The error for too little shared memory; it lists GPUs with enough."""
-    maker = _MAKERS[family, problem.direction]
+    maker = maker_of(problem, family)
     needed = min(
         maker.shared_bytes(problem, tile)
         for tile in tiles.candidates(family, problem.direction)
@@ -479,7 +210,7 @@ def _no_room(
     elsewhere = [
         f"sm_{capability}"
         for capability, kib in SHARED_KIB.items()
-        if capability >= _oldest(problem) and kib * 1024 >= needed
+        if capability >= oldest_of_dtype(problem) and kib * 1024 >= needed
     ]
     return UnsupportedError(
         f"the {problem.direction} pass with head_dim {problem.head_dim},"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cuflash.request.problem import Problem
 
-from .family import FamilyName
 from .kernel import KernelPlan, Launch, Plan
+from .record import FamilyName
 from .rounding import ceil_div
 from .steps import ELEMENTS, element
 

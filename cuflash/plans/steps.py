@@ -12,8 +12,8 @@ from cuflash.plans.workspace import Buffer
 from cuflash.request import options
 from cuflash.request.problem import FEW_STATES, Problem
 
-from .family import FAMILIES, FamilyName
 from .kernel import EVEN_SECTIONS, Device, KernelPlan, Launch, Plan
+from .record import FAMILIES, FamilyName
 from .rounding import ceil_div, round_up
 
 

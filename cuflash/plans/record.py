@@ -1,0 +1,88 @@
+"""One record a family of kernels: what the rest of cuflash asks about it.
+
+Whoever runs a plan asks the record of its family, never the family's name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from cuflash.request import layouts
+from cuflash.request.layouts import Layout
+from cuflash.settings import FamilyName as FamilyName
+
+_VECTOR = 16  # bytes of the widest load
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is true of all kernels of a family.
+
+    Attributes
+    ----------
+    name : str
+        In plans, messages and the environment variable ``CUFLASH_FAMILY``.
+    folder : str
+        Of its kernels, in ``kernels/``.
+    entry : str
+        How the names of its kernels' entries end.
+    loads_by_tma : bool
+        Whether inputs and gradients have a TensorMap.
+    adds_to_dq : bool
+        Whether blocks add to dq itself; prepare/delta.cu zeroes it before.
+    splits_keys : bool
+        Whether several blocks share a row's keys.
+    loads : str
+        How inputs' rows are read: by ``"vectors"`` of 16 bytes, by
+        ``"elements"`` of 4 or 8 bytes, or by ``"divisors"``, the widest
+        vectors that divide a row.
+    """
+
+    name: FamilyName
+    folder: str
+    entry: str
+    loads_by_tma: bool = False
+    adds_to_dq: bool = False
+    splits_keys: bool = False
+    loads: Literal["vectors", "elements", "divisors"] = "vectors"
+
+    def readable(self, given: Layout, by_tma: bool = True) -> Layout:
+        """Return the layout of an input if kernels can read it, or a copy's.
+
+        by_tma : False for an input without a TensorMap.
+        """
+        alignment = self.row_alignment(given.dtype.itemsize, given.shape[-1])
+        return layouts.readable(given, alignment, self.loads_by_tma and by_tma)
+
+    def row_alignment(self, itemsize: int, columns: int) -> int:
+        """Return the alignment in bytes that inputs' rows need."""
+        # simt reads 16-bit elements one by one, prepare/delta.cu does not.
+        if self.loads == "elements" and itemsize > 2:
+            return itemsize
+        if self.loads == "divisors":
+            return math.gcd(_VECTOR, itemsize * columns)
+        return _VECTOR
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("wgmma", "sm90", "wgmma", loads_by_tma=True),
+        Family("mma", "sm80", "mma"),
+        Family("decode", "decode", "decode", splits_keys=True),
+        Family("decode_simt", "decode", "decode_simt", splits_keys=True,
+               loads="divisors"),
+        Family("fma", "fma", "fma", adds_to_dq=True),
+        Family("dmma", "mma8", "mma8", adds_to_dq=True),
+        Family("tf32x3", "mma8", "mma8", adds_to_dq=True),
+        Family("simt", "simt", "simt", loads="elements"),
+    )
+}  # fmt: skip
+
+
+def is_of_a_family(file: str) -> bool:
+    """Whether a kernel's file is a family's, not one before or after it."""
+    folders = {family.folder for family in FAMILIES.values()}
+    return file.partition("/")[0] in folders
