@@ -24,7 +24,7 @@ from cuflash.plans.plan import (
     device_of_arch,
     family_of,
 )
-from cuflash.plans.record import is_of_a_family
+from cuflash.plans.record import must_not_spill
 from cuflash.request.problem import DType, Problem
 
 ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
@@ -203,7 +203,7 @@ def _fault(kernel: KernelPlan, report: Any) -> str:
             f"needs {report.shared_bytes} bytes of shared memory, but its"
             f" plan says {kernel.shared_bytes}"
         )
-    if is_of_a_family(kernel.file) and report.spill_bytes:
+    if must_not_spill(kernel.file) and report.spill_bytes:
         return f"spills {report.spill_bytes} bytes per thread"
     if any("serialized" in warning for warning in report.warnings):
         return "ptxas serialized its wgmma instructions"

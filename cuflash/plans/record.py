@@ -34,6 +34,8 @@ class Family:
         Whether blocks add to dq itself; prepare/delta.cu zeroes it before.
     splits_keys : bool
         Whether several blocks share a row's keys.
+    may_spill : bool
+        Whether registers may be spilled; not beside tensor cores.
     loads : str
         How inputs' rows are read: by ``"vectors"`` of 16 bytes, by
         ``"elements"`` of 4 or 8 bytes, or by ``"divisors"``, the widest
@@ -46,6 +48,7 @@ class Family:
     loads_by_tma: bool = False
     adds_to_dq: bool = False
     splits_keys: bool = False
+    may_spill: bool = True
     loads: Literal["vectors", "elements", "divisors"] = "vectors"
 
     def readable(self, given: Layout, by_tma: bool = True) -> Layout:
@@ -69,20 +72,20 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("wgmma", "sm90", "wgmma", loads_by_tma=True),
-        Family("mma", "sm80", "mma"),
+        Family("wgmma", "sm90", "wgmma", may_spill=False, loads_by_tma=True),
+        Family("mma", "sm80", "mma", may_spill=False),
         Family("decode", "decode", "decode", splits_keys=True),
         Family("decode_simt", "decode", "decode_simt", splits_keys=True,
                loads="divisors"),
         Family("fma", "fma", "fma", adds_to_dq=True),
-        Family("dmma", "mma8", "mma8", adds_to_dq=True),
-        Family("tf32x3", "mma8", "mma8", adds_to_dq=True),
+        Family("dmma", "mma8", "mma8", may_spill=False, adds_to_dq=True),
+        Family("tf32x3", "mma8", "mma8", may_spill=False, adds_to_dq=True),
         Family("simt", "simt", "simt", loads="elements"),
     )
 }  # fmt: skip
 
 
-def is_of_a_family(file: str) -> bool:
-    """Whether a kernel's file is a family's, not one before or after it."""
-    folders = {family.folder for family in FAMILIES.values()}
+def must_not_spill(file: str) -> bool:
+    """Whether a kernel, by its file, keeps all it holds in registers."""
+    folders = {x.folder for x in FAMILIES.values() if not x.may_spill}
     return file.partition("/")[0] in folders
