@@ -66,7 +66,7 @@ def test_compile_prints_a_line_a_kernel(default_kernels, monkeypatch, capsys):
 def test_a_tensor_core_kernel_that_spills_fails(
     default_kernels, monkeypatch, capsys
 ):
-    default_kernels(replace(small_kernel(), entry="forward_wgmma"))
+    default_kernels(replace(small_kernel(), file="sm90/forward.cu"))
     monkeypatch.setattr(
         nvrtc, "report", lambda k, arch: report_of(k, spill_bytes=8)
     )
