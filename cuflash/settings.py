@@ -18,8 +18,16 @@ if TYPE_CHECKING:
 
 # The families of kernels (plans/record.py).
 FamilyName = Literal[
-    "wgmma", "mma", "decode", "decode_simt", "fma", "dmma", "tf32x3", "simt"
+    "sm90", "sm80", "decode", "decode_simt", "fma", "mma8_float64",
+    "mma8_float32", "simt",
 ]  # fmt: skip
+# What some were called before; still taken.
+FORMER_FAMILIES: dict[str, FamilyName] = {
+    "wgmma": "sm90",
+    "mma": "sm80",
+    "dmma": "mma8_float64",
+    "tf32x3": "mma8_float32",
+}
 
 # Variable: its known values. An empty variable counts as unset.
 VALUES = {
@@ -44,6 +52,8 @@ def read(name: str) -> str | None:
         If the value is unknown.
     """
     value = os.environ.get(name) or None
+    if name == "CUFLASH_FAMILY" and value in FORMER_FAMILIES:
+        return FORMER_FAMILIES[value]
     if value is None or value in VALUES[name]:
         return value
     raise ValueRangeError(

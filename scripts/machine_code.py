@@ -36,14 +36,14 @@ from helpers.machine_code import instructions
 
 # Each family's architecture and dtypes.
 FAMILIES: tuple[tuple[str, FamilyName, str], ...] = (
-    ("sm_90a", "wgmma", "bfloat16"),
+    ("sm_90a", "sm90", "bfloat16"),
     ("sm_80", "decode", "bfloat16"),
     ("sm_80", "decode_simt", "float32"),
     ("sm_80", "decode_simt", "float64"),
-    ("sm_80", "mma", "bfloat16"),
+    ("sm_80", "sm80", "bfloat16"),
     ("sm_80", "fma", "float32"),
-    ("sm_80", "tf32x3", "float32"),
-    ("sm_80", "dmma", "float64"),
+    ("sm_80", "mma8_float32", "float32"),
+    ("sm_80", "mma8_float64", "float64"),
     ("sm_80", "simt", "float32"),
 )
 
@@ -117,8 +117,8 @@ def cases() -> Iterator[tuple[str, str, KernelPlan]]:
         for direction in ("forward", "backward"):
             for name, heads, options in _variants():
                 problem = _problem(direction, dtype, *heads, options)
-                if family == "tf32x3":
-                    problem = replace(problem, precision="tf32x3")
+                if family == "mma8_float32":
+                    problem = replace(problem, precision="mma8_float32")
                 device = device_of_arch(arch)
                 try:
                     chosen = plan(problem, device, family)

@@ -129,7 +129,7 @@ def lengths(name: str) -> str:
     """Describe an option's default."""
     narrow, wide, simt = (
         in_words(getattr(space.lengths_of(family), name))
-        for family in ("wgmma", "fma", "simt")
+        for family in ("sm90", "fma", "simt")
     )
     return (
         f"default {narrow}; {wide} for float32 and float64, {simt} for simt, "

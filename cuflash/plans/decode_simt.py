@@ -44,7 +44,7 @@ def runs(problem: Problem) -> bool:
 def pays(problem: Problem) -> bool:
     """Whether it is faster than the kernels for many queries.
 
-    decode/forward.cu and mma have the 16-bit types with other heads.
+    decode/forward.cu and sm80 have the 16-bit types with other heads.
     """
     widest = max(problem.head_dim, problem.head_dim_v)
     return (

@@ -17,16 +17,16 @@ from cuflash.plans import (
     decode_simt,
     fma,
     fma_derivatives,
-    mma,
     mma8,
     mma8_derivatives,
-    mma_derivatives,
     simt,
     simt_derivatives,
+    sm80,
+    sm80_derivatives,
+    sm90,
+    sm90_double_backward,
+    sm90_jvp,
     tiles,
-    wgmma,
-    wgmma_double_backward,
-    wgmma_jvp,
 )
 from cuflash.plans.kernel import Device, Maker, shared_bytes_of_block
 from cuflash.plans.record import FamilyName
@@ -47,31 +47,31 @@ def _makers(queries: ModuleType, derivatives: ModuleType) -> dict[str, Maker]:
 
 # What plans each direction's kernels of a family.
 _MAKERS: dict[str, dict[str, Maker]] = {
-    "wgmma": {
-        "forward": wgmma.FORWARD,
-        "backward": wgmma.BACKWARD,
-        "jvp": wgmma_jvp.JVP,
-        "double_backward": wgmma_double_backward.DOUBLE_BACKWARD,
+    "sm90": {
+        "forward": sm90.FORWARD,
+        "backward": sm90.BACKWARD,
+        "jvp": sm90_jvp.JVP,
+        "double_backward": sm90_double_backward.DOUBLE_BACKWARD,
     },
-    "mma": _makers(mma, mma_derivatives),
+    "sm80": _makers(sm80, sm80_derivatives),
     "decode": dict.fromkeys(("forward", "kvcache"), decode.FORWARD),
     "decode_simt": dict.fromkeys(("forward", "kvcache"), decode_simt.FORWARD),
     "fma": _makers(fma, fma_derivatives),
-    "dmma": _makers(mma8, mma8_derivatives),
-    "tf32x3": _makers(mma8, mma8_derivatives),
+    "mma8_float64": _makers(mma8, mma8_derivatives),
+    "mma8_float32": _makers(mma8, mma8_derivatives),
     "simt": _makers(simt, simt_derivatives),
 }
 
-# Whether wgmma's kernels support a problem; `wgmma.runs` in other directions.
-_WGMMA_RUNS = {
-    "jvp": wgmma_jvp.runs,
-    "double_backward": wgmma_double_backward.runs,
+# Whether sm90's kernels support a problem; `sm90.runs` in other directions.
+_SM90_RUNS = {
+    "jvp": sm90_jvp.runs,
+    "double_backward": sm90_double_backward.runs,
 }
 
 # The families for derivatives of problems whose own one has no kernels.
 _OLDER: dict[FamilyName, tuple[FamilyName, ...]] = {
-    "wgmma": ("mma",),
-    "tf32x3": ("fma",),
+    "sm90": ("sm80",),
+    "mma8_float32": ("fma",),
 }
 
 OLDEST_FOR_TF32X3 = 80  # compute capability
@@ -137,7 +137,7 @@ def _family_of(
                 f" {device.capability / 10} ({device.arch}): leave it out"
             )
         check_precision(problem)
-        return "tf32x3"
+        return "mma8_float32"
     if wanted == "simt" and problem.kvcache is None:
         return "simt"
     decoding = _decode_family(problem, device, wanted)
@@ -160,18 +160,18 @@ def _family_of(
         return "fma" if runs else "simt"
     if not _has_sixteen_bits(problem):
         has_tf32 = problem.dtype == "float32" and device.capability >= 80
-        if wanted == "tf32x3" and has_tf32:
-            return "tf32x3"
+        if wanted == "mma8_float32" and has_tf32:
+            return "mma8_float32"
         if _fma_runs(problem, device):
             return "fma"
-        if _dmma_runs(problem, device):
-            return "dmma"
+        if _mma8_runs(problem, device):
+            return "mma8_float64"
         return "simt"
-    has_wgmma = wanted != "mma" and _has_kernels(problem, "wgmma")
-    by_wgmma = _WGMMA_RUNS.get(problem.direction, wgmma.runs)
-    if has_wgmma and by_wgmma(problem, device):
-        return "wgmma"
-    return "mma"
+    has_sm90 = wanted != "sm80" and _has_kernels(problem, "sm90")
+    by_sm90 = _SM90_RUNS.get(problem.direction, sm90.runs)
+    if has_sm90 and by_sm90(problem, device):
+        return "sm90"
+    return "sm80"
 
 
 def _has_sixteen_bits(problem: Problem) -> bool:
@@ -221,12 +221,12 @@ def _fma_runs(problem: Problem, device: Device) -> bool:
     )
 
 
-def _dmma_runs(problem: Problem, device: Device) -> bool:
+def _mma8_runs(problem: Problem, device: Device) -> bool:
     """Needs float64, fast tensor cores and registers for some tile."""
     return (
         problem.dtype == "float64"
         and device.capability in mma8.CAPABILITIES
-        and any(legal_tiles(problem, device, "dmma"))
+        and any(legal_tiles(problem, device, "mma8_float64"))
     )
 
 

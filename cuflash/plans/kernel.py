@@ -148,13 +148,13 @@ class Plan:
     ----------
     problem : Problem
     family : str
-        ``"wgmma"`` (16-bit types, Hopper), ``"mma"`` (16-bit types, tensor
+        ``"sm90"`` (16-bit types, Hopper), ``"sm80"`` (16-bit types, tensor
         cores from sm_80 on), ``"decode"`` (the same for few queries and
         many keys, forward), ``"decode_simt"`` (the same for other types
-        and wide heads, CUDA cores), ``"fma"`` (float32), ``"tf32x3"``
-        (float32 split into TF32 parts, tensor cores), ``"dmma"`` (float64,
-        tensor cores) or ``"simt"`` (everything else; CUDA cores, not
-        optimised).
+        and wide heads, CUDA cores), ``"fma"`` (float32),
+        ``"mma8_float32"`` (float32 split into TF32 parts, tensor cores),
+        ``"mma8_float64"`` (float64, tensor cores) or ``"simt"`` (everything
+        else; CUDA cores, not optimised).
     tile : Tile or None
         None for "merge" and "rotary", which have no tiles.
     launches : tuple of Launch

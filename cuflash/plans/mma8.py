@@ -26,7 +26,7 @@ REGISTERS = 192
 
 
 def family_of(problem: Problem) -> FamilyName:
-    return "dmma" if problem.dtype == "float64" else "tf32x3"
+    return "mma8_float64" if problem.dtype == "float64" else "mma8_float32"
 
 
 def head_dims(problem: Problem) -> tuple[int, int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from cuflash.request.problem import Problem
 
-from .kernel import KernelPlan, Launch, Plan
-from .record import FamilyName
+from .kernel import KernelPlan, Plan
 from .rounding import ceil_div
-from .steps import ELEMENTS, ROW_THREADS, element
+from .steps import ELEMENTS, ROW_THREADS, element, plan_of_one
 
 _VECTOR = 4  # elements of a lane, so that it loads up to 16 bytes
 
@@ -81,5 +80,4 @@ def _plan(
         threads=threads,
         shared_bytes=0,
     )
-    family: FamilyName = "mma" if element(problem) == problem.dtype else "simt"
-    return Plan(problem, family, None, (Launch(kernel, blocks),))
+    return plan_of_one(problem, kernel, blocks)

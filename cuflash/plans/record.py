@@ -23,11 +23,11 @@ class Family:
     Attributes
     ----------
     name : str
-        In plans, messages and the environment variable ``CUFLASH_FAMILY``.
-    folder : str
-        Of its kernels, in ``kernels/``.
+        In plans, messages and the environment variable ``CUFLASH_FAMILY``:
+        the folder of its kernels and, if another family's are there too,
+        what tells them apart.
     entry : str
-        How the names of its kernels' entries end.
+        How the names of its kernels' entries end; by default by its name.
     loads_by_tma : bool
         Whether inputs and gradients have a TensorMap.
     adds_to_dq : bool
@@ -43,13 +43,17 @@ class Family:
     """
 
     name: FamilyName
-    folder: str
-    entry: str
+    entry: str = ""
     loads_by_tma: bool = False
     adds_to_dq: bool = False
     splits_keys: bool = False
     may_spill: bool = True
     loads: Literal["vectors", "elements", "divisors"] = "vectors"
+
+    @property
+    def folder(self) -> str:
+        """The folder of its kernels, in ``kernels/``."""
+        return self.name.partition("_")[0]
 
     def readable(self, given: Layout, by_tma: bool = True) -> Layout:
         """Return the layout of an input if kernels can read it, or a copy's.
@@ -72,17 +76,18 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("wgmma", "sm90", "wgmma", may_spill=False, loads_by_tma=True),
-        Family("mma", "sm80", "mma", may_spill=False),
-        Family("decode", "decode", "decode", splits_keys=True),
-        Family("decode_simt", "decode", "decode_simt", splits_keys=True,
-               loads="divisors"),
-        Family("fma", "fma", "fma", adds_to_dq=True),
-        Family("dmma", "mma8", "mma8", may_spill=False, adds_to_dq=True),
-        Family("tf32x3", "mma8", "mma8", may_spill=False, adds_to_dq=True),
-        Family("simt", "simt", "simt", loads="elements"),
+        Family("sm90", may_spill=False, loads_by_tma=True),
+        Family("sm80", may_spill=False),
+        Family("decode", splits_keys=True),
+        Family("decode_simt", splits_keys=True, loads="divisors"),
+        Family("fma", adds_to_dq=True),
+        *(
+            Family(name, entry="mma8", may_spill=False, adds_to_dq=True)
+            for name in ("mma8_float64", "mma8_float32")
+        ),
+        Family("simt", loads="elements"),
     )
-}  # fmt: skip
+}
 
 
 def must_not_spill(file: str) -> bool:

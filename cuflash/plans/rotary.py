@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from cuflash.request.problem import Problem
 
-from .kernel import KernelPlan, Launch, Plan
-from .record import FamilyName
+from .kernel import KernelPlan, Plan
 from .rounding import ceil_div
-from .steps import ELEMENTS, element
+from .steps import ELEMENTS, element, plan_of_one
 
 _MOST_WARPS = 8
 _INDICES = {"int32": "int", "int64": "i64", None: "int"}
@@ -32,5 +31,4 @@ def rotary_plan(problem: Problem) -> Plan:
     )
     tokens = problem.batch * problem.seqlen_q
     blocks = tokens * ceil_div(problem.num_heads_q, warps)
-    family: FamilyName = "mma" if element(problem) == problem.dtype else "simt"
-    return Plan(problem, family, None, (Launch(kernel, blocks),))
+    return plan_of_one(problem, kernel, blocks)

@@ -578,7 +578,7 @@ def main_kernel(
     record = FAMILIES[family]
     return KernelPlan(
         file=f"{record.folder}/{direction}.cu",
-        entry=f"{direction}_{record.entry}",
+        entry=f"{direction}_{record.entry or family}",
         constants=(
             ("Element", element(problem)),
             ("HEAD_DIM", head_dims[0]),
@@ -739,5 +739,11 @@ def merge_plan(problem: Problem) -> Plan:
         shared_bytes=0,
     )
     blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)  # a warp per row
-    family: FamilyName = "mma" if element(problem) == problem.dtype else "simt"
+    return plan_of_one(problem, kernel, blocks)
+
+
+def plan_of_one(problem: Problem, kernel: KernelPlan, blocks: int) -> Plan:
+    """The plan of a kernel without tiles; its family counts by dtype alone."""
+    by_dtype = element(problem) == problem.dtype
+    family: FamilyName = "sm80" if by_dtype else "simt"
     return Plan(problem, family, None, (Launch(kernel, blocks),))

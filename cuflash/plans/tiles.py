@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cuflash import folders
+from cuflash import folders, settings
 from cuflash.errors import ValueRangeError
 
 TABLES = Path(__file__).parent / "tile_tables"
@@ -38,7 +38,7 @@ class Tile:
     blocks_per_sm : int
         Blocks that must fit on an SM at once; bounds the registers.
     num_stages : int
-        Pipeline stages: of K and V in the wgmma forward pass, of Q and dO in
+        Pipeline stages: of K and V in the forward pass of sm90, of Q and dO in
         backward passes.
     score_warps_q, gradient_warps_k : int
         Backward: warps along the queries of S, dP and dQ; along the keys of
@@ -73,7 +73,7 @@ def candidates(family: str, direction: str) -> Iterator[Tile]:
     return iter(()) if listed is None else listed()
 
 
-def _wgmma_forward() -> Iterator[Tile]:
+def _sm90_forward() -> Iterator[Tile]:
     # A consumer warpgroup per 64 queries, and one producer.
     for q, k, stages in product(
         (128, 192), (128, 176, 160, 144, 112, 96, 80, 64), (4, 3, 2)
@@ -84,7 +84,7 @@ def _wgmma_forward() -> Iterator[Tile]:
         yield Tile(64, k, 8, blocks, stages)
 
 
-def _wgmma_jvp() -> Iterator[Tile]:
+def _sm90_jvp() -> Iterator[Tile]:
     # Two consumer warpgroups, and one producer.
     for k, stages in product((128, 64), (3, 2)):
         yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
@@ -93,14 +93,14 @@ def _wgmma_jvp() -> Iterator[Tile]:
                    directions=2)  # fmt: skip
 
 
-def _wgmma_double_backward() -> Iterator[Tile]:
+def _sm90_double_backward() -> Iterator[Tile]:
     # Three consumer warpgroups that share the same 64 keys, a producer.
     for stages in (3, 2):
         yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
                    ptxas_level=3)  # fmt: skip
 
 
-def _wgmma_backward() -> Iterator[Tile]:
+def _sm90_backward() -> Iterator[Tile]:
     # Two consumer warpgroups with 64 keys each, and one producer.
     for q, stages in product((128, 64), (3, 2)):
         yield Tile(q, 128, 12, num_stages=stages, score_warps_q=q // 16,
@@ -111,19 +111,19 @@ def _wgmma_backward() -> Iterator[Tile]:
                    ptxas_level=3)  # fmt: skip
 
 
-def _mma_forward() -> Iterator[Tile]:
+def _sm80_forward() -> Iterator[Tile]:
     for q, k, warps in product((128, 64, 32), (128, 64, 32, 16), (4, 8, 2)):
         yield Tile(q, k, warps)
 
 
-def _mma_jvp() -> Iterator[Tile]:
+def _sm80_jvp() -> Iterator[Tile]:
     for q, k, warps, together in product(
         (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2)
     ):
         yield Tile(q, k, warps, directions=together)
 
 
-def _mma_backward() -> Iterator[Tile]:
+def _sm80_backward() -> Iterator[Tile]:
     for q, k, warps, stages in product(
         (128, 64, 32), (128, 64, 32), (8, 4), (2, 1)
     ):
@@ -132,7 +132,7 @@ def _mma_backward() -> Iterator[Tile]:
                 yield Tile(q, k, warps, 1, stages, down, down_k)
 
 
-def _mma_double_backward() -> Iterator[Tile]:
+def _sm80_double_backward() -> Iterator[Tile]:
     for q, k, warps, stages in product((64, 32), (64, 32), (8, 4), (2, 1)):
         for down, down_k in product((4, 2, 1), repeat=2):
             yield Tile(q, k, warps, 1, stages, down, down_k)
@@ -175,12 +175,12 @@ def _fma_gradients() -> Iterator[Tile]:
 
 
 def _mma8_queries() -> Iterator[Tile]:
-    # Forward of dmma, and jvp of dmma and tf32x3.
+    # Forward of float64, and jvp of float64 and float32.
     for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)):
         yield Tile(q, k, warps, ptxas_level=3)
 
 
-def _dmma_backward() -> Iterator[Tile]:
+def _float64_backward() -> Iterator[Tile]:
     for q, k, warps, down, down_k in product(
         (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
     ):
@@ -195,7 +195,7 @@ def _mma8_double_backward() -> Iterator[Tile]:
             yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
 
 
-def _dmma_double_backward() -> Iterator[Tile]:
+def _float64_double_backward() -> Iterator[Tile]:
     yield from _mma8_double_backward()
     # Half of the warps compute scores, half gradients.
     for q, k, warps, down, down_k in product(
@@ -204,12 +204,12 @@ def _dmma_double_backward() -> Iterator[Tile]:
         yield Tile(q, k, warps, 1, 2, down, down_k, ptxas_level=3)
 
 
-def _tf32x3_forward() -> Iterator[Tile]:
+def _float32_forward() -> Iterator[Tile]:
     for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (4, 8, 2, 1)):
         yield Tile(q, k, warps, ptxas_level=3)
 
 
-def _tf32x3_backward() -> Iterator[Tile]:
+def _float32_backward() -> Iterator[Tile]:
     for q, k, warps, down, down_k in product(
         (128, 64, 32, 16),
         (128, 64, 32, 16),
@@ -227,14 +227,14 @@ def _simt() -> Iterator[Tile]:
 
 
 _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
-    ("wgmma", "forward"): _wgmma_forward,
-    ("wgmma", "jvp"): _wgmma_jvp,
-    ("wgmma", "double_backward"): _wgmma_double_backward,
-    ("wgmma", "backward"): _wgmma_backward,
-    ("mma", "forward"): _mma_forward,
-    ("mma", "jvp"): _mma_jvp,
-    ("mma", "backward"): _mma_backward,
-    ("mma", "double_backward"): _mma_double_backward,
+    ("sm90", "forward"): _sm90_forward,
+    ("sm90", "jvp"): _sm90_jvp,
+    ("sm90", "double_backward"): _sm90_double_backward,
+    ("sm90", "backward"): _sm90_backward,
+    ("sm80", "forward"): _sm80_forward,
+    ("sm80", "jvp"): _sm80_jvp,
+    ("sm80", "backward"): _sm80_backward,
+    ("sm80", "double_backward"): _sm80_double_backward,
     ("decode", "forward"): _decode,
     ("decode", "kvcache"): _decode,
     ("decode_simt", "forward"): _decode_simt,
@@ -243,14 +243,14 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ("fma", "jvp"): _fma_jvp,
     ("fma", "backward"): _fma_gradients,
     ("fma", "double_backward"): _fma_gradients,
-    ("dmma", "forward"): _mma8_queries,
-    ("dmma", "jvp"): _mma8_queries,
-    ("dmma", "backward"): _dmma_backward,
-    ("dmma", "double_backward"): _dmma_double_backward,
-    ("tf32x3", "forward"): _tf32x3_forward,
-    ("tf32x3", "jvp"): _mma8_queries,
-    ("tf32x3", "backward"): _tf32x3_backward,
-    ("tf32x3", "double_backward"): _mma8_double_backward,
+    ("mma8_float64", "forward"): _mma8_queries,
+    ("mma8_float64", "jvp"): _mma8_queries,
+    ("mma8_float64", "backward"): _float64_backward,
+    ("mma8_float64", "double_backward"): _float64_double_backward,
+    ("mma8_float32", "forward"): _float32_forward,
+    ("mma8_float32", "jvp"): _mma8_queries,
+    ("mma8_float32", "backward"): _float32_backward,
+    ("mma8_float32", "double_backward"): _mma8_double_backward,
     ("simt", "forward"): _simt,
     ("simt", "backward"): _simt,
     ("simt", "jvp"): _simt,
@@ -403,6 +403,8 @@ def parse_table(content: str | bytes, arch: str) -> tuple[Entry, ...]:
 
 def _entry(arch: int, found: dict[str, Any]) -> Entry:
     values = dict(found)
+    family = values.get("family", "")
+    values["family"] = settings.FORMER_FAMILIES.get(family, family)
     if not _NEEDED <= values.keys() <= {*_KINDS, "tile"}:
         raise ValueRangeError(f"an entry has the fields {sorted(values)}")
     for name, kinds in _KINDS.items():

@@ -264,7 +264,7 @@ TABLE = (
         stride="ids_q_stride",
         needs=("segment_ids_k",),
         not_with=("cu_seqlens_q",),
-        no_order=("wgmma",),
+        no_order=("sm90",),
     ),
     Option(
         "segment_ids_k",
@@ -273,7 +273,7 @@ TABLE = (
         stride="ids_k_stride",
         needs=("segment_ids_q",),
         not_with=("cu_seqlens_q",),
-        no_order=("wgmma",),
+        no_order=("sm90",),
     ),
     Option(
         "dropout",
@@ -293,7 +293,7 @@ TABLE = (
         stride="offset_q_stride",
         numbers=_sequences,
         needs=("cu_seqlens_k",),
-        no_order=("wgmma",),
+        no_order=("sm90",),
     ),
     Option(
         "cu_seqlens_k",
@@ -301,7 +301,7 @@ TABLE = (
         part_of="cu_seqlens",
         stride="offset_k_stride",
         needs=("cu_seqlens_q",),
-        no_order=("wgmma",),
+        no_order=("sm90",),
     ),
     Option(
         "max_seqlen_q",

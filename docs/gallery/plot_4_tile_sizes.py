@@ -19,7 +19,7 @@ table = json.loads((files("cuflash") / "tile_tables/sm_90.json").read_text())
 entries = [
     entry
     for entry in table["tiles"]
-    if entry["family"] == "wgmma" and "measured" in entry
+    if entry["family"] == "sm90" and "measured" in entry
 ]
 print(len(entries), "entries of", entries[0]["measured"]["device"])
 

@@ -17,7 +17,8 @@ PAGE = tally.FILE.parent / "internals/fuzz.md"
 BLOCK = re.compile(r"^(<!-- fuzz: (\w+) -->\n)(?:\n?(?:\|.*\n)+)?", re.M)
 BACKENDS = "emulator", "gpu", "tests"
 ORDER = (
-    "wgmma", "mma", "decode", "decode_simt", "fma", "tf32x3", "dmma", "simt",
+    "sm90", "sm80", "decode", "decode_simt", "fma", "mma8_float32",
+    "mma8_float64", "simt",
 )  # fmt: skip
 
 

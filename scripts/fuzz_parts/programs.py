@@ -41,7 +41,7 @@ FAMILIES = {
     "wide": {None: 4, "simt": 1, "decode_simt": 1},
 }
 # A GPU has one architecture, and so has older families only if asked.
-MMA_OF_GPU = {"mma": 4}
+MMA_OF_GPU = {"sm80": 4}
 OF_DECODING = ("decode", "decode_simt")
 # Small heads are cheap to emulate; the others have other tiles and code.
 FEW_HEAD_DIMS = (8, 16, 16, 32, 40, 64, 64)

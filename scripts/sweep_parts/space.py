@@ -27,8 +27,8 @@ from cuflash.request.problem import Problem
 from fuzz_parts.shapes import Shape
 
 # Dtypes of families that do not run float16 and bfloat16; simt runs all.
-DTYPES = {"fma": "float32", "tf32x3": "float32", "dmma": "float64",
-          "simt": "float32"}  # fmt: skip
+DTYPES = {"fma": "float32", "mma8_float32": "float32",
+          "mma8_float64": "float64", "simt": "float32"}  # fmt: skip
 
 
 def dtype_of(families: list[str] | None) -> str:
@@ -79,7 +79,7 @@ class Group:
     @property
     def precision(self) -> str | None:
         """Return the argument of calls that run on the family."""
-        return "tf32x3" if self.family == "tf32x3" else None
+        return "tf32x3" if self.family == "mma8_float32" else None
 
     @property
     def is_wide(self) -> bool:

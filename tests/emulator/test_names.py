@@ -106,7 +106,7 @@ HOPPER_S = [
     for direction in ("forward", "backward")
     for head_dim in (64, 256)
     for kernel in kernels(direction, "float16", "sm_90a", head_dim)
-    if "wgmma" in kernel.entry
+    if "sm90" in kernel.entry
 ]
 
 

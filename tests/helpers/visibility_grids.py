@@ -24,9 +24,9 @@ CHECKS = {
 FAMILIES = {
     "simt": ("float32", "sm_75"),
     "fma": ("float32", "sm_80"),
-    "dmma": ("float64", "sm_80"),
-    "mma": ("bfloat16", "sm_80"),
-    "wgmma": ("bfloat16", "sm_90a"),
+    "mma8_float64": ("float64", "sm_80"),
+    "sm80": ("bfloat16", "sm_80"),
+    "sm90": ("bfloat16", "sm_90a"),
 }
 
 
@@ -69,7 +69,7 @@ class Grid:
 
     @property
     def _two_warpgroups(self):
-        return (self.family, self.direction) == ("wgmma", "forward")
+        return (self.family, self.direction) == ("sm90", "forward")
 
     @property
     def case(self):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash.plans import wgmma_double_backward
+from cuflash.plans import sm90_double_backward
 from cuflash.plans.kernel import Launch
 from cuflash.plans.plan import device_of_arch, plan
 from helpers.apart import Apart
@@ -98,7 +98,7 @@ def test_deterministic_calls_sum_in_order(backend, monkeypatch):
     direction = tangents(case)
     first = call_double_backward(case, direction, backend)
     monkeypatch.setattr(
-        wgmma_double_backward,
+        sm90_double_backward,
         "recompute_launch",
         lambda kernel, *_: Launch(kernel, 0),
     )

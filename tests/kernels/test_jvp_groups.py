@@ -46,7 +46,7 @@ def assert_is_the_references(backend, case, names=INPUTS):
 def test_wide_float64_tiles_have_two_groups():
     """Of four warps each, as many as 64 queries have tiles of 16 rows."""
     decided = jvp_plan(128)
-    assert decided.family == "dmma"
+    assert decided.family == "mma8_float64"
     tile = decided.tile
     assert (tile.block_q, tile.block_k, tile.num_warps) == (64, 16, 8)
     tile = jvp_plan(64).tile

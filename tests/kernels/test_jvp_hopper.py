@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash.plans import wgmma_jvp
+from cuflash.plans import sm90_jvp
 from cuflash.plans.kernel import Launch
 from cuflash.plans.plan import device_of_arch, plan
 from helpers.apart import Apart
@@ -87,7 +87,7 @@ def test_lengths_that_no_tile_divides(backend, seqlens):
 def test_finite_rows_are_not_flagged(backend, head_dim, monkeypatch):
     """Of any direction: nothing is missing without the recomputing kernel."""
     monkeypatch.setattr(
-        wgmma_jvp, "recompute_launch", lambda kernel, *_: Launch(kernel, 0)
+        sm90_jvp, "recompute_launch", lambda kernel, *_: Launch(kernel, 0)
     )
     case = replace(SMALL, seqlen_q=83, head_dim=head_dim, head_dim_v=head_dim)
     three = tangents(case, count=3)

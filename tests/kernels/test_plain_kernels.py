@@ -17,22 +17,22 @@ from helpers.small_kernels import KERNELS as CUDA
 TWINS = source.kernel_files(CUDA / "without_options")
 
 CALLS = [
-    ("forward", "bfloat16", "mma", 64),
-    ("backward", "bfloat16", "mma", 64),
+    ("forward", "bfloat16", "sm80", 64),
+    ("backward", "bfloat16", "sm80", 64),
     ("forward", "float32", "simt", 32),
     ("backward", "float32", "simt", 32),
     ("forward", "float32", "decode_simt", 64),
     ("forward", "float64", "decode_simt", 64),
     ("forward", "float32", "fma", 64),
     ("backward", "float32", "fma", 64),
-    ("forward", "float64", "dmma", 64),
-    ("backward", "float64", "dmma", 64),
-    ("forward", "float32", "tf32x3", 64),
-    ("forward", "bfloat16", "wgmma", 64),
-    ("forward", "bfloat16", "wgmma", 128),
-    ("backward", "bfloat16", "wgmma", 64),
-    ("backward", "bfloat16", "wgmma", 128),
-    ("backward", "bfloat16", "wgmma", 256),  # sm90/backward_wide.cu
+    ("forward", "float64", "mma8_float64", 64),
+    ("backward", "float64", "mma8_float64", 64),
+    ("forward", "float32", "mma8_float32", 64),
+    ("forward", "bfloat16", "sm90", 64),
+    ("forward", "bfloat16", "sm90", 128),
+    ("backward", "bfloat16", "sm90", 64),
+    ("backward", "bfloat16", "sm90", 128),
+    ("backward", "bfloat16", "sm90", 256),  # sm90/backward_wide.cu
 ]
 
 
@@ -41,7 +41,7 @@ CALLS = [
 def test_options_leave_no_trace(
     direction, dtype, family, head_dim, causal, monkeypatch
 ):
-    arch = "sm_90a" if family == "wgmma" else "sm_80"
+    arch = "sm_90a" if family == "sm90" else "sm_80"
     planned = kernels(direction, dtype, arch, head_dim, family, causal=causal)
     got = [instructions(kernel, arch) for kernel in planned]
     without = partial(source.build, twins=TWINS)

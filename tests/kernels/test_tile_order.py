@@ -93,10 +93,10 @@ def planned(ids):
     """Return a plan with tiles of unusual sizes."""
     problem, device = ids.problem, device_of_arch("sm_90a")
     tile = min(
-        legal_tiles(problem, device, "wgmma"),
+        legal_tiles(problem, device, "sm90"),
         key=lambda x: (x.block_q * x.block_k, x.num_warps, x.num_stages),
     )
-    return plan(problem, device, "wgmma", tile)
+    return plan(problem, device, "sm90", tile)
 
 
 def computed_order(ids, threads=None):

@@ -61,7 +61,7 @@ def test_backward(backend, grid):
             probe.report(dbias != weights, "dbias", dbias, weights, "weight")
 
 
-@of("backward", families=["fma", "dmma", "mma", "wgmma"])
+@of("backward", families=["fma", "mma8_float64", "sm80", "sm90"])
 def test_in_turns(backend, grid):
     """dq is summed in a fixed order."""
     of_q, of_k = around(grid.tile.block_q), around(grid.tile.block_k)
@@ -72,7 +72,7 @@ def test_in_turns(backend, grid):
             grid.check(backend, seen, arrays, causal=True, deterministic=True)
 
 
-@of("backward", families=["wgmma", "mma"])
+@of("backward", families=["sm90", "sm80"])
 def test_packed_in_integers_or_turns(backend, grid):
     """On Hopper parts of dq are integers, of a grid that codes are on."""
     seen, options = packed_lengths(grid)
@@ -82,7 +82,7 @@ def test_packed_in_integers_or_turns(backend, grid):
         grid.check_packed(backend, seen, arrays, **options)
 
 
-@of("backward", families=["dmma"])
+@of("backward", families=["mma8_float64"])
 def test_each_sequence_counts_its_own_turns(backend, grid):
     """The first has one tile of queries, the next two, without a gap."""
     of_k = 3 * grid.tile.block_k
@@ -93,7 +93,7 @@ def test_each_sequence_counts_its_own_turns(backend, grid):
         grid.check_packed(backend, seen, arrays, **options)
 
 
-@of("double_backward", families=["fma", "mma"])
+@of("double_backward", families=["fma", "sm80"])
 def test_second_gradients_in_turns(backend, grid):
     sizes = 2 * grid.tile.block_q + 1, 2 * grid.tile.block_k + 1
     seen = probe.pairs(*sizes, causal=True)

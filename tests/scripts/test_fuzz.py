@@ -124,7 +124,7 @@ def tallied(backend="emulator", commit="0123abc", number=3):
     counted = tally.Tally(backend, commit, "2026-11-26")
     for i in range(number):
         counted.add({
-            "family": "mma", "direction": "forward", "dtype": "float16",
+            "family": "sm80", "direction": "forward", "dtype": "float16",
             "options": ["causal"] * (i > 0), "values": "peaked",
             "layout": "packed", "precision": None,
         })  # fmt: skip
@@ -210,7 +210,7 @@ def run(monkeypatch, tmp_path, done, *more):
 
 
 LABELS = {
-    "family": "mma", "direction": "forward", "dtype": "float16",
+    "family": "sm80", "direction": "forward", "dtype": "float16",
     "options": [], "values": "normal", "layout": "contiguous",
     "precision": None,
 }  # fmt: skip

@@ -75,12 +75,12 @@ def recorded(output):
 
 
 def test_a_group_has_every_legal_tile_once():
-    group = space.Group("mma", "backward", "bfloat16", 256, True)
+    group = space.Group("sm80", "backward", "bfloat16", 256, True)
     device = device_of_arch("sm_80")
     found = space.choices(group, device)
     assert len({x.kernels for x in found}) == len(found)
     assert len({x.digest for x in found}) == len(found)
-    today = plan(group.problem(1, 1024, 1), device, "mma")
+    today = plan(group.problem(1, 1024, 1), device, "sm80")
     assert found[0].kernels == today.kernels
     assert {x.tile.num_stages for x in found} == {1, 2} or len(found) > 10
     assert {x.tile.ptxas_level for x in found} == {1, 3}
@@ -104,22 +104,22 @@ def test_families_are_those_that_the_device_has():
         )
         return [group.family for group in found]
 
-    assert families("sm_90a", None) == ["wgmma"]
-    assert families("sm_90a", ["wgmma", "mma", "fma"]) == ["wgmma", "mma"]
+    assert families("sm_90a", None) == ["sm90"]
+    assert families("sm_90a", ["sm90", "sm80", "fma"]) == ["sm90", "sm80"]
     assert families("sm_90a", ["simt"]) == ["simt"]
-    assert families("sm_80", None) == ["mma"]
-    assert families("sm_80", ["wgmma"]) == []
+    assert families("sm_80", None) == ["sm80"]
+    assert families("sm_80", ["sm90"]) == []
 
 
 @pytest.mark.parametrize(
     ("wanted", "dtype", "arch", "expected"),
     [
         (None, "float32", "sm_90a", ["fma"]),
-        (None, "float64", "sm_90a", ["dmma"]),
+        (None, "float64", "sm_90a", ["mma8_float64"]),
         (None, "float64", "sm_86", ["simt"]),
-        (["tf32x3", "fma", "simt"], "float32", "sm_80",
-         ["tf32x3", "fma", "simt"]),
-        (["tf32x3", "fma"], "float64", "sm_90a", []),
+        (["mma8_float32", "fma", "simt"], "float32", "sm_80",
+         ["mma8_float32", "fma", "simt"]),
+        (["mma8_float32", "fma"], "float64", "sm_90a", []),
     ],
 )  # fmt: skip
 def test_families_of_wide_dtypes(wanted, dtype, arch, expected):
@@ -131,8 +131,8 @@ def test_families_of_wide_dtypes(wanted, dtype, arch, expected):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "precision"),
-    [("fma", "float32", None), ("dmma", "float64", None),
-     ("tf32x3", "float32", "tf32x3")],
+    [("fma", "float32", None), ("mma8_float64", "float64", None),
+     ("mma8_float32", "float32", "tf32x3")],
 )  # fmt: skip
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_wide_group_runs_on_its_family(family, dtype, precision, direction):
@@ -152,8 +152,8 @@ def test_a_wide_group_runs_on_its_family(family, dtype, precision, direction):
 def test_calls_of_each_family_take_some_milliseconds():
     """At the measured speeds of the kernels, in TFLOP/s."""
     for family, dtype, tflops in (
-        ("wgmma", "bfloat16", 500), ("fma", "float32", 35),
-        ("tf32x3", "float32", 45), ("dmma", "float64", 35),
+        ("sm90", "bfloat16", 500), ("fma", "float32", 35),
+        ("mma8_float32", "float32", 45), ("mma8_float64", "float64", 35),
         ("simt", "float32", 1),
     ):  # fmt: skip
         cells = space.Group(family, "backward", dtype, 64, False).cells()
@@ -162,8 +162,9 @@ def test_calls_of_each_family_take_some_milliseconds():
 
 @pytest.mark.parametrize(
     ("options", "dtype"),
-    [([], "bfloat16"), (["--family", "mma"], "bfloat16"),
-     (["--family", "tf32x3"], "float32"), (["--family", "dmma"], "float64"),
+    [([], "bfloat16"), (["--family", "sm80"], "bfloat16"),
+     (["--family", "mma8_float32"], "float32"),
+     (["--family", "mma8_float64"], "float64"),
      (["--family", "simt", "--dtype", "float64"], "float64")],
 )  # fmt: skip
 def test_the_dtype_follows_from_the_family(options, dtype):
@@ -172,11 +173,11 @@ def test_the_dtype_follows_from_the_family(options, dtype):
 
 def test_predicted_traffic_is_the_references():
     """Twice the keys per tile halve the passes over the queries."""
-    (cell,) = space.Group("mma", "backward", "float16", 64, False).cells(
+    (cell,) = space.Group("sm80", "backward", "float16", 64, False).cells(
         [1024], 1024, 64
     )
     small, large = (
-        predict.traffic_bytes(cell, "mma", tiles.Tile(64, k, 4))
+        predict.traffic_bytes(cell, "sm80", tiles.Tile(64, k, 4))
         for k in (64, 128)
     )
     # Sixteen times, or eight times: q, dout and dq in and out, lse, delta.
@@ -188,8 +189,8 @@ def test_traffic_is_of_as_many_elements_in_all_dtypes():
     tile = tiles.Tile(64, 32, 4)
     found = []
     for family, dtype in (
-        ("mma", "float16"), ("fma", "float32"), ("tf32x3", "float32"),
-        ("dmma", "float64"),
+        ("sm80", "float16"), ("fma", "float32"), ("mma8_float32", "float32"),
+        ("mma8_float64", "float64"),
     ):  # fmt: skip
         group = space.Group(family, "backward", dtype, 64, True)
         (cell,) = group.cells([1024], 1024, 64)
@@ -203,9 +204,9 @@ def test_a_forced_tile_is_that_of_its_direction_alone(direction):
     tile = tiles.Tile(64, 32, 4, ptxas_level=3)
     if direction == "backward":
         tile = replace(tile, score_warps_q=2, gradient_warps_k=2)
-    wanted = forcing.Forced("mma", direction, tile)
+    wanted = forcing.Forced("sm80", direction, tile)
     for other in ("forward", "backward"):
-        group = space.Group("mma", other, "float16", 64, True)
+        group = space.Group("sm80", other, "float16", 64, True)
         decided = forcing._plan(group.problem(1, 99, 1), device, wanted)
         assert (decided.tile == tile) == (other == direction)
 
@@ -235,10 +236,19 @@ def test_a_sweep_finds_the_best_tile_and_plans_take_it(
 
 
 def test_calls_with_precision_take_their_own_tiles(output, own_tables):
-    options = ["--family", "tf32x3", "--block-q", "16", "--block-k", "16"]
+    options = [
+        "--family",
+        "mma8_float32",
+        "--block-q",
+        "16",
+        "--block-k",
+        "16",
+    ]
     assert sweep(output, *options, "--dtype", "float32") == 0
     found = tiles.read_table(own_tables / "sm_80.json")
-    assert {(x.family, x.dtype) for x in found} == {("tf32x3", "float32")}
+    assert {(x.family, x.dtype) for x in found} == {
+        ("mma8_float32", "float32")
+    }
     assert {x["precision"] for x in recorded(output).cells} == {"tf32x3"}
     forget()
     problem = GROUP.problem(1, 700, 3)
@@ -356,7 +366,7 @@ def test_lines_for_other_problems_stay(output, own_tables):
     for _ in range(2):  # the second time in place of the first's
         assert sweep(output) == 0
         found = tiles.read_table(path)
-        assert [x.family for x in found] == ["mma", "simt", "simt"]
+        assert [x.family for x in found] == ["sm80", "simt", "simt"]
         assert found[0].tile.block_k == 16 and found[0].measured is None
 
 
@@ -511,7 +521,7 @@ def test_a_dry_run_that_is_stopped_keeps_its_rows(
         assert not path.exists()
 
 
-@pytest.mark.parametrize("family", ["fma", "tf32x3", "dmma"])
+@pytest.mark.parametrize("family", ["fma", "mma8_float32", "mma8_float64"])
 def test_a_dry_run_of_a_wide_family(output, capsys, family):
     options = ["--dry-run", "--arch", "sm_80", "--family", family,
                "--head-dim", "16", "--direction", "forward", "--causal",
@@ -592,7 +602,8 @@ def test_a_small_sweep_on_a_gpu(tmp_path, own_tables, direction):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [
-    ["--dtype", "float32"], ["--dtype", "float64"], ["--family", "tf32x3"],
+    ["--dtype", "float32"], ["--dtype", "float64"],
+    ["--family", "mma8_float32"],
 ], ids=" ".join)  # fmt: skip
 def test_a_small_wide_sweep_on_a_gpu(tmp_path, own_tables, options):
     more = ["--head-dim", "64", "--causal", "--block-q", "64", "--block-k",

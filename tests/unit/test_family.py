@@ -7,7 +7,9 @@ from typing import get_args
 import pytest
 
 import cuflash
+from cuflash import settings
 from cuflash.plans.record import FAMILIES, FamilyName
+from cuflash.settings import FORMER_FAMILIES
 
 PACKAGE = Path(cuflash.__file__).parent
 KNOWS_NAMES = PACKAGE / "plans/family.py"  # chooses one
@@ -34,7 +36,7 @@ def test_a_name_is_compared_where_families_are_chosen_alone():
 
 
 @pytest.mark.parametrize(
-    "text", ["f == 'mma'", "p.family in ('fma', 'dmma')", "'simt' != x"]
+    "text", ["f == 'sm80'", "p.family in ('fma', 'simt')", "'simt' != x"]
 )
 def test_the_law_sees(text):
     assert list(compared_names(ast.parse(text)))
@@ -47,4 +49,12 @@ def test_each_name_has_a_record():
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 def test_a_folder_has_the_entry(family):
     files = (PACKAGE / "kernels" / family.folder).glob("*.cu")
-    assert any(f"forward_{family.entry}(" in x.read_text() for x in files)
+    entry = f"forward_{family.entry or family.name}("
+    assert any(entry in x.read_text() for x in files)
+
+
+@pytest.mark.parametrize("former", FORMER_FAMILIES)
+def test_a_former_name_is_taken(former, monkeypatch):
+    monkeypatch.setenv("CUFLASH_FAMILY", former)
+    assert settings.read("CUFLASH_FAMILY") == FORMER_FAMILIES[former]
+    assert former not in FAMILIES

@@ -11,12 +11,12 @@ HOPPER = device_of_arch("sm_90a")
 LONG = 2 * LONGEST_RUN
 
 
-def planned(family="wgmma", **changes):
+def planned(family="sm90", **changes):
     fields = {"seqlen_q": LONG, "seqlen_k": LONG, **changes}
     return plan(small_problem("forward", "float16", **fields), HOPPER, family)
 
 
-@pytest.mark.parametrize("family", ["wgmma", "mma"])
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
 @pytest.mark.parametrize(
     ("changes", "is_long"),
     [({}, True), ({"seqlen_k": LONGEST_RUN}, False),

@@ -51,7 +51,7 @@ def test_backward(family, names):
 
 
 # Hopper's kernels of derivatives have no options.
-INSTEAD = {"wgmma": "mma"}
+INSTEAD = {"sm90": "sm80"}
 
 
 @on_gradients

@@ -18,7 +18,7 @@ def tuned(folder, monkeypatch, *found, **asked):
     chosen = nearest_tiles.tuned(
         **{
             "capability": 80,
-            "family": "mma",
+            "family": "sm80",
             "direction": "forward",
             "dtype": "float16",
             "head_dim": 64,

@@ -9,7 +9,7 @@ import pytest
 
 import cuflash
 from cuflash.launch import structs as abi
-from cuflash.plans import wgmma
+from cuflash.plans import sm90
 from cuflash.plans.plan import device_of_arch
 from cuflash.plans.steps import option_constants
 from cuflash.request import options
@@ -147,8 +147,8 @@ def test_what_has_no_order_is_summed_in_integers(option):
     if not (option.part_of or option.of_gradients):
         return
     problem = replace(asked(option), deterministic=True)
-    assert wgmma.runs(problem, HOPPER)
-    assert wgmma.has_integer_dq(problem) == ("wgmma" in option.no_order)
+    assert sm90.runs(problem, HOPPER)
+    assert sm90.has_integer_dq(problem) == ("sm90" in option.no_order)
 
 
 def test_structs_have_the_fields_of_all():

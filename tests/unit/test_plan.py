@@ -27,10 +27,10 @@ DIRECTIONS = ("forward", "backward")
 DERIVATIVES = ("jvp", "double_backward")
 SIXTEEN_BITS = ("float16", "bfloat16")
 FAMILIES = {
-    "float16": "mma",
-    "bfloat16": "mma",
+    "float16": "sm80",
+    "bfloat16": "sm80",
     "float32": "fma",
-    "float64": "dmma",
+    "float64": "mma8_float64",
 }
 KERNELS = {**FAMILIES, "float64": "mma8"}
 
@@ -56,7 +56,7 @@ def test_family_follows_the_dtype(direction, dtype):
 def test_tf32x3_is_another_family(direction, head_dim, arch):
     options = {"precision": "tf32x3", "arch": arch}
     decided = planned(direction, "float32", head_dim, **options)
-    assert decided.family == "tf32x3"
+    assert decided.family == "mma8_float32"
     assert decided.kernels[-1].file == f"mma8/{direction}.cu"
 
 
@@ -93,7 +93,7 @@ def test_tf32x3_needs_sm_80(direction):
 @both_directions
 @pytest.mark.parametrize(
     ("arch", "wanted", "family"),
-    [("sm_80", None, "dmma"), ("sm_90a", None, "dmma"),
+    [("sm_80", None, "mma8_float64"), ("sm_90a", None, "mma8_float64"),
      ("sm_80", "simt", "simt"), ("sm_86", None, "simt")],
 )  # fmt: skip
 def test_options_take_float64_to_no_other_family(
@@ -108,7 +108,7 @@ def test_options_take_float64_to_no_other_family(
 @pytest.mark.parametrize("direction", DERIVATIVES)
 @pytest.mark.parametrize(
     ("dtype", "precision", "family"),
-    [("float64", None, "dmma"), ("float32", "tf32x3", "tf32x3")],
+    [("float64", None, "mma8_float64"), ("float32", "tf32x3", "mma8_float32")],
 )
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
@@ -188,16 +188,16 @@ def test_derivatives_of_sixteen_bits_use_tensor_cores(arch, dtype):
         for head_dim in (16, 64, 128, 192):
             problem = small_problem(direction, dtype, head_dim)
             hopper = arch == "sm_90a" and head_dim < 192
-            own = "wgmma" if hopper else "mma"
+            own = "sm90" if hopper else "sm80"
             assert plan(problem, device).family == own
-            assert plan(problem, device, "mma").family == "mma"
+            assert plan(problem, device, "sm80").family == "sm80"
             assert plan(problem, device, "simt").family == "simt"
             sizes = replace(problem, block_q=16, block_k=8)
             assert plan(sizes, device).family == "simt"
     wide = small_problem("jvp", dtype, 256)
     assert plan(wide, device).family == "simt"
     wide = small_problem("double_backward", dtype, 256)
-    assert plan(wide, device).family == ("simt" if small else "mma")
+    assert plan(wide, device).family == ("simt" if small else "sm80")
 
 
 WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
@@ -206,7 +206,7 @@ WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 @both_directions
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("wanted", [None, "wgmma", "mma"])
+@pytest.mark.parametrize("wanted", [None, "sm90", "sm80"])
 def test_wide_heads_are_plain(direction, dtype, arch, wanted):
     for d, dv in WIDE:
         problem = small_problem(direction, dtype, d, head_dim_v=dv)
@@ -244,7 +244,7 @@ def test_the_plain_kernels_take_all_dtypes(direction, dtype):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_head_dim_192_with_128_has_tensor_cores(direction, arch):
     decided = planned(direction, "bfloat16", 192, arch, head_dim_v=128)
-    assert decided.family == ("wgmma" if arch == "sm_90a" else "mma")
+    assert decided.family == ("sm90" if arch == "sm_90a" else "sm80")
 
 
 def test_errors_name_gpus_with_enough_shared_memory():
@@ -517,15 +517,15 @@ def test_narrow_heads_are_not_padded_on_hopper(direction):
 @pytest.mark.parametrize(
     ("direction", "arch", "head_dim", "wanted", "family"),
     [
-        ("forward", "sm_90a", 64, None, "wgmma"),
-        ("forward", "sm_90a", 256, None, "wgmma"),
-        ("forward", "sm_90a", 64, "mma", "mma"),
-        ("forward", "sm_90", 64, "wgmma", "mma"),
-        ("forward", "sm_100", 64, None, "mma"),
-        ("backward", "sm_90a", 128, None, "wgmma"),
-        ("backward", "sm_90a", 256, None, "wgmma"),
-        ("backward", "sm_90a", 64, "mma", "mma"),
-        ("backward", "sm_90", 64, "wgmma", "mma"),
+        ("forward", "sm_90a", 64, None, "sm90"),
+        ("forward", "sm_90a", 256, None, "sm90"),
+        ("forward", "sm_90a", 64, "sm80", "sm80"),
+        ("forward", "sm_90", 64, "sm90", "sm80"),
+        ("forward", "sm_100", 64, None, "sm80"),
+        ("backward", "sm_90a", 128, None, "sm90"),
+        ("backward", "sm_90a", 256, None, "sm90"),
+        ("backward", "sm_90a", 64, "sm80", "sm80"),
+        ("backward", "sm_90", 64, "sm90", "sm80"),
     ],
 )
 def test_warpgroup_products_are_hopper_s(
@@ -538,10 +538,10 @@ def test_warpgroup_products_are_hopper_s(
 @pytest.mark.parametrize(
     ("options", "family"),
     [
-        ({}, "wgmma"),
-        ({"window": (5, 5), "softcap": 1.0, "sink": True}, "wgmma"),
-        ({"dropout": 0.5}, "wgmma"),
-        ({"deterministic": True}, "wgmma"),
+        ({}, "sm90"),
+        ({"window": (5, 5), "softcap": 1.0, "sink": True}, "sm90"),
+        ({"dropout": 0.5}, "sm90"),
+        ({"deterministic": True}, "sm90"),
     ],
 )
 def test_packed_sequences_are_hopper_s(options, family):
@@ -605,7 +605,7 @@ def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
 def test_large_tiles_are_valid_only_if_they_fit():
     problem = small_problem("forward", "float16", 256)
     small, large = (
-        set(legal_tiles(problem, device_of_arch(arch), "mma"))
+        set(legal_tiles(problem, device_of_arch(arch), "sm80"))
         for arch in ("sm_86", "sm_90a")
     )
     assert small < large

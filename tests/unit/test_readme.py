@@ -10,7 +10,7 @@ import pytest
 
 import cuflash
 from cuflash import __main__
-from cuflash.plans import wgmma
+from cuflash.plans import sm90
 from cuflash.plans.plan import device_of_arch
 from helpers.compare import assert_all
 from helpers.kernels import ASKED, small_problem
@@ -132,8 +132,8 @@ def test_the_table_of_options_matches_hopper():
         for direction in ("forward", "backward"):
             for name in names:
                 problem = small_problem(direction, "float16", **ASKED[name])
-                assert wgmma.runs(problem, HOPPER)
-                assert wgmma.runs(replace(problem, deterministic=True), HOPPER)
+                assert sm90.runs(problem, HOPPER)
+                assert sm90.runs(replace(problem, deterministic=True), HOPPER)
     assert set(given) <= set(re.findall(r"\w+", table))
 
 

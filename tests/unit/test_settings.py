@@ -112,7 +112,7 @@ def test_each_machine_logs_a_plan_when_it_uses_it_first(caplog):
     for machine in (Counting("sm_80"), Counting("sm_80")):
         (line,) = plans(caplog, machine)
         assert line.startswith("forward batch 2 seqlen 40 x 40 ")
-        assert "forward_mma (" in line and "bytes)" in line
+        assert "forward_sm80 (" in line and "bytes)" in line
         assert not plans(caplog, machine)
 
 

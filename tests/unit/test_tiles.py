@@ -17,8 +17,8 @@ TABLE_FILES = sorted(tiles.TABLES.glob("sm_*.json"))
 DTYPES = {
     "simt": ("float16", "bfloat16", "float32", "float64"),
     "fma": ("float32",),
-    "dmma": ("float64",),
-    "tf32x3": ("float32",),
+    "mma8_float64": ("float64",),
+    "mma8_float32": ("float32",),
 }
 
 
@@ -128,7 +128,7 @@ def test_entries_are_for_the_tables_gpu_unless_they_name_another(tmp_path):
         ({"arch": "sm_90"}, "it is for 'sm_90'"),
         ({"tiles": None}, "TypeError"),
         ({"tiles": [7]}, "TypeError"),
-        ({"tiles": [{"family": "mma"}]}, "an entry has the fields"),
+        ({"tiles": [{"family": "sm80"}]}, "an entry has the fields"),
     ],
 )
 def test_a_foreign_file_is_ignored_with_a_word(tmp_path, change, word):
@@ -157,7 +157,7 @@ def test_a_foreign_file_is_ignored_with_a_word(tmp_path, change, word):
         ({"tile": {"block_q": 64}}, "TypeError"),
         ({"tile": {**BY_BLOCK_K[16], "num_warps": 5}}, "no mma forward kern"),
         ({"tile": {**BY_BLOCK_K[16], "num_warps": 4.0}}, "a tile is"),
-        ({"family": "wgmma"}, "no wgmma forward kernel has the tile"),
+        ({"family": "sm90"}, "no wgmma forward kernel has the tile"),
     ],
 )
 def test_a_wrong_entry_is_ignored_with_a_word(tmp_path, change, word):

@@ -68,7 +68,7 @@ def active(
         `runtime.executable`. The default is the environment variable
         CUFLASH_EMULATOR_FLAGS, if set.
     family : str, optional
-        ``"mma"``, ``"simt"`` or another: use this kernel family if it
+        ``"sm80"``, ``"simt"`` or another: use this kernel family if it
         supports the problem, as ``CUFLASH_FAMILY`` does on a GPU.
     truncates : bool, optional
         Whether MMAs of 16-bit types and of tf32 truncate sums, as Hopper's

@@ -149,7 +149,7 @@ __device__ __forceinline__ void finish(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-jvp_mma(const __grid_constant__ Arguments call_args) {
+jvp_sm80(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const u32 q_smem = shared_address(&shared.q_then_out);

@@ -355,7 +355,7 @@ __device__ __forceinline__ void compute_gradient(
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
-backward_wgmma_wide(const __grid_constant__ Arguments args) {
+backward_sm90_wide(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) {

@@ -315,7 +315,7 @@ struct QueryRole {
 };
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
-double_backward_wgmma(const __grid_constant__ Arguments args) {
+double_backward_sm90(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) init_barriers(shared);

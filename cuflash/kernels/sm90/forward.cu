@@ -105,7 +105,7 @@ constexpr int CONSUMER_REGISTERS =
 static_assert(CONSUMER_REGISTERS <= 240, "a thread has up to 255");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-forward_wgmma(const __grid_constant__ Arguments args) {
+forward_sm90(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) shared.init_barriers();

@@ -11,6 +11,7 @@ from cuflash.request.problem import Problem
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel, recompute_launch
+from .sm90 import MBARRIER_BYTES, head_dims, runs_derivatives
 from .steps import (
     DirectionGroups,
     count_tiles,
@@ -21,7 +22,6 @@ from .steps import (
     tangent_constants,
     tile_bytes,
 )
-from .wgmma import MBARRIER_BYTES, head_dims, runs_derivatives
 
 # A thread has 240 registers: S, W and what they become, and the sums of O and
 # O'. Sums up to this do not spill.
@@ -64,7 +64,7 @@ def _kernel(
     shared = _shared(problem, replace(tile, directions=group.directions))
     return KernelPlan(
         file="sm90/jvp.cu",
-        entry="jvp_wgmma",
+        entry="jvp_sm90",
         constants=(
             ("Element", problem.dtype),
             ("HEAD_DIM", d),
@@ -110,7 +110,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     ]
     return Plan(
         problem,
-        "wgmma",
+        "sm90",
         tile,
         (
             *launches,

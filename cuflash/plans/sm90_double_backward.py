@@ -9,6 +9,12 @@ from cuflash.request.problem import Problem
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import double_backward_kernels, recompute_launch
+from .sm90 import (
+    MAX_SEMAPHORE_HEADS,
+    MBARRIER_BYTES,
+    head_dims,
+    runs_derivatives,
+)
 from .steps import (
     ROW_THREADS,
     count_tiles,
@@ -21,12 +27,6 @@ from .steps import (
     some_options,
     tangent_constants,
     tile_bytes,
-)
-from .wgmma import (
-    MAX_SEMAPHORE_HEADS,
-    MBARRIER_BYTES,
-    head_dims,
-    runs_derivatives,
 )
 
 # sm90/second_rows.cuh: four statistics of a row, four numbers of a tile.
@@ -110,7 +110,7 @@ def _main(
     shared = _shared_of(problem, tile, q_stages)
     return KernelPlan(
         file="sm90/double_backward.cu",
-        entry="double_backward_wgmma",
+        entry="double_backward_sm90",
         constants=(
             ("Element", problem.dtype),
             ("HEAD_DIM", d),
@@ -174,7 +174,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     )  # fmt: skip
     return Plan(
         problem,
-        "wgmma",
+        "sm90",
         tile,
         (
             Launch(_rows(problem, tile, semaphores), q_tiles),

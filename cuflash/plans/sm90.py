@@ -196,7 +196,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     kernel = KernelPlan(
         file="sm90/forward.cu",
-        entry="forward_wgmma",
+        entry="forward_sm90",
         constants=(
             ("Element", problem.dtype),
             ("HEAD_DIM", d),
@@ -226,7 +226,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     schedule = _static_schedule(num_tiles, heads, has_pairs, blocks)
     return Plan(
         problem,
-        "wgmma",
+        "sm90",
         tile,
         (
             *option_launches(problem, tile, "Wgmma"),
@@ -345,7 +345,7 @@ def has_integer_dq(problem: Problem) -> bool:
     Otherwise a deterministic dQ is summed in turns, for which the key tiles
     that visit a query tile have to be consecutive.
     """
-    return problem.deterministic and not has_order(problem, "wgmma")
+    return problem.deterministic and not has_order(problem, "sm90")
 
 
 # A KeyMaxima of sm90/integer_dq.cuh.
@@ -496,7 +496,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     main = KernelPlan(
         file=f"sm90/backward{wide}.cu",
-        entry=f"backward_wgmma{wide}",
+        entry=f"backward_sm90{wide}",
         constants=(
             *layout,
             ("STAGES", tile.num_stages),
@@ -533,7 +533,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     is_masked = problem.causal or not masks.isdisjoint(problem.options)
     return Plan(
         problem,
-        "wgmma",
+        "sm90",
         tile,
         (
             *option_launches(problem, tile, "Wgmma"),

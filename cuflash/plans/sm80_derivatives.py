@@ -9,13 +9,13 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
-from .mma import (
+from .rounding import round_up
+from .sm80 import (
     ACCUMULATOR_REGISTERS,
     padded,
     shares_gradients,
     shares_rows,
 )
-from .rounding import round_up
 from .steps import (
     DirectionGroups,
     count_tiles,
@@ -56,7 +56,7 @@ def _main_kernel(
     return main_kernel(
         problem,
         tile,
-        "mma",
+        "sm80",
         (d, dv),
         shared,
         ("PADDED", padded(problem, d, dv)),
@@ -98,7 +98,7 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
         )
 
     return jvp_in_one(
-        problem, device, tile, "mma", padded_head_dims(problem), kernel_of
+        problem, device, tile, "sm80", padded_head_dims(problem), kernel_of
     )
 
 
@@ -147,7 +147,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     shared_by_head = problem.group_size * problem.seqlen_q * (8 * d + 2 * dv)
     return Plan(
         problem,
-        "mma",
+        "sm80",
         tile,
         (
             *option_launches(problem, tile),

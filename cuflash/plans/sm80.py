@@ -75,7 +75,7 @@ def padded(problem: Problem, d: int, dv: int) -> bool:
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = padded_head_dims(problem)
     return forward_in_one(
-        problem, device, tile, "mma", (d, dv), _forward_shared(problem, tile),
+        problem, device, tile, "sm80", (d, dv), _forward_shared(problem, tile),
         ("PADDED", padded(problem, d, dv)),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         run_tiles(problem, tile),
@@ -122,7 +122,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = padded_head_dims(problem)
     shared = _backward_shared(problem, tile)
     main = main_kernel(
-        problem, tile, "mma", (d, dv), shared,
+        problem, tile, "sm80", (d, dv), shared,
         ("PADDED", padded(problem, d, dv)),
         ("NUM_STAGES", tile.num_stages),
         *gradient_constants(problem, tile),
@@ -137,7 +137,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )  # q and dout have 2 bytes per element, the sums of dq 4
     return Plan(
         problem,
-        "mma",
+        "sm80",
         tile,
         (
             *option_launches(problem, tile),
