@@ -24,13 +24,13 @@ from .reading import Reading
 
 # The dtype, the architecture and what else selects a family.
 FAMILIES = {
-    "wgmma": ("bfloat16", "sm_90a", {}),
-    "mma": ("float16", "sm_80", {}),
+    "sm90": ("bfloat16", "sm_90a", {}),
+    "sm80": ("float16", "sm_80", {}),
     "decode": ("float16", "sm_80", {"num_splits": 2}),
     "decode_simt": ("float32", "sm_80", {"num_splits": 2}),
     "fma": ("float32", "sm_80", {}),
-    "dmma": ("float64", "sm_80", {}),
-    "tf32x3": ("float32", "sm_80", {"precision": "tf32x3"}),
+    "mma8_float64": ("float64", "sm_80", {}),
+    "mma8_float32": ("float32", "sm_80", {"precision": "tf32x3"}),
     "simt": ("float32", "sm_75", {}),
     "simt16": ("float16", "sm_80", {}),
 }

@@ -4,13 +4,13 @@ import json
 
 from cuflash.plans import tiles
 
-# Tiles that mma's forward kernel is written for, by their block_k.
+# Tiles that sm80's forward kernel is written for, by their block_k.
 BY_BLOCK_K = {k: {"block_q": 64, "block_k": k, "num_warps": 4}
               for k in (16, 32, 64, 128)}  # fmt: skip
 
 
 def entry(**changes):
-    """A line of a table: mma's forward pass, 64 columns."""
+    """A line of a table: sm80's forward pass, 64 columns."""
     return {
         "family": "sm80",
         "direction": "forward",

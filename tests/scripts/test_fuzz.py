@@ -137,7 +137,7 @@ def test_counts_add_up(tmp_path):
         tally.add_to(path, tallied(number=number).record())
     (run,) = tally.read(path)["runs"]
     assert run["problems"] == 7
-    assert run["kinds"] == {"mma forward float16": 7}
+    assert run["kinds"] == {"sm80 forward float16": 7}
     assert run["options"] == {"causal": 5, "none": 2}
     tally.add_to(path, tallied(commit="fedcba").record())
     assert [x["problems"] for x in tally.read(path)["runs"]] == [7, 3]
@@ -183,7 +183,7 @@ def test_tables_tell_findings_that_nothing_mended():
     assert r"out\[0, 1\]: got 1 \| 2 | **nothing yet** |" in rows[0]
     assert "| fedcba9 |" in rows[1]
     families = pages.TABLES["families"](record)
-    assert families[-1] == "| mma, forward | 3 |"
+    assert families[-1] == "| sm80, forward | 3 |"
 
 
 # The command line -----------------------------------------------------------

@@ -100,7 +100,7 @@ def test_a_plan_of_one_tile():
     tile = tiles.Tile(**BY_BLOCK_K[32], ptxas_level=3)
     assert plan(problem, device, None, tile).tile == tile
     for wrong in (replace(tile, num_warps=3), replace(tile, block_q=1 << 12)):
-        with pytest.raises(ValueRangeError, match="cannot be run by the mma"):
+        with pytest.raises(ValueRangeError, match="cannot be run by the sm80"):
             plan(problem, device, None, wrong)
 
 
@@ -155,9 +155,9 @@ def test_a_foreign_file_is_ignored_with_a_word(tmp_path, change, word):
         ({"bandwidth": 1}, "bandwidth is of no gpu"),
         ({"color": "red"}, "an entry has the fields"),
         ({"tile": {"block_q": 64}}, "TypeError"),
-        ({"tile": {**BY_BLOCK_K[16], "num_warps": 5}}, "no mma forward kern"),
+        ({"tile": {**BY_BLOCK_K[16], "num_warps": 5}}, "no sm80 forward kern"),
         ({"tile": {**BY_BLOCK_K[16], "num_warps": 4.0}}, "a tile is"),
-        ({"family": "sm90"}, "no wgmma forward kernel has the tile"),
+        ({"family": "sm90"}, "no sm90 forward kernel has the tile"),
     ],
 )
 def test_a_wrong_entry_is_ignored_with_a_word(tmp_path, change, word):
