@@ -12,7 +12,8 @@ import numpy as np
 from cuflash import folders, settings
 from cuflash.backends import emulator
 from cuflash.errors import CuflashError, DTypeError, UnsupportedError
-from cuflash.request import options, validate
+from cuflash.request import options
+from cuflash.request.validate import devices, host_values
 
 if TYPE_CHECKING:
     from cuflash.backends.base import Runner
@@ -30,7 +31,7 @@ def option_arguments(
 def check_offsets(call: Any) -> None:
     """Check offsets on the host; on a device only if CUFLASH_CHECK is 1."""
     if reads_values(call.options.get("cu_seqlens_q")):
-        validate.offsets(call)
+        host_values.offsets(call)
 
 
 def reads_values(array: Any) -> bool:
@@ -63,14 +64,14 @@ def open_arrays(
     `finish` when all of a call is queued.
     """
     settings.check()
-    device = validate.device_of(call, **given)
+    device = devices.device_of(call, **given)
     for name, receives in (written or {}).items():
         if name in given:
-            validate.writable(name, given[name], receives)
+            devices.writable(name, given[name], receives)
     if device == "cpu":
         arrays = {name: np.asarray(x) for name, x in given.items()}
         for name in options.INDICES.intersection(arrays):
-            arrays[name] = validate.integers_on_host(name, arrays[name])
+            arrays[name] = host_values.integers_on_host(name, arrays[name])
         emulated = emulator.current()
         if emulated:
             return _kernels()(emulated.backend()), arrays

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from cuflash.api import foreign_names
-from cuflash.request import validate
 from cuflash.request.problem import strip, strip_lse
+from cuflash.request.validate import attention as validate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

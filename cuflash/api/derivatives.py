@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 
 from cuflash.api import foreign_names
 from cuflash.api.arrays import check_offsets, open_arrays, option_arguments
-from cuflash.request import validate_derivatives
 from cuflash.request.problem import strip, strip_lse
+from cuflash.request.validate import derivatives as validate_derivatives
 
 __all__ = ["double_backward", "jvp"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from cuflash.api import foreign_names
-from cuflash.request import validate_kvcache
 from cuflash.request.problem import strip, strip_lse
+from cuflash.request.validate import kvcache as validate_kvcache
+from cuflash.request.validate import kvcache_values
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -292,7 +293,7 @@ def forward_kvcache(
         return_lse=return_lse,
     )
     if reads_values(q):
-        validate_kvcache.values(call)
+        kvcache_values.values(call)
     result, lse = runner.forward_kvcache(call)
     runner.finish()
     result = strip(result, rank) if out is None else out

@@ -6,8 +6,8 @@ import itertools
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from cuflash.api import foreign_names
-from cuflash.request import validate
 from cuflash.request.problem import MOST_STATES, strip, strip_lse
+from cuflash.request.validate import merging as validate
 
 if TYPE_CHECKING:
     from cuflash.api.types import (

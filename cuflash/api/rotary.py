@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from cuflash.api import foreign_names
-from cuflash.request import validate
 from cuflash.request.problem import strip
+from cuflash.request.validate import rotary as validate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,8 +15,9 @@ from cuflash.errors import (
     ValueRangeError,
     in_words,
 )
-from cuflash.request import checks, validate
+from cuflash.request import checks
 from cuflash.request.problem import Problem
+from cuflash.request.validate import attention as validate
 
 from .group import Group
 from .layouts import check_layout, check_length, offsets_of

@@ -10,8 +10,9 @@ import numpy as np
 
 from cuflash import settings
 from cuflash.api import foreign_names
-from cuflash.request import options, validate
+from cuflash.request import options
 from cuflash.request.problem import Call, strip, strip_lse
+from cuflash.request.validate import host_values
 
 from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
 from .arrays import (
@@ -242,7 +243,7 @@ def _with_int32(given: dict[str, Any]) -> dict[str, Any]:
             continue
         values = on_host(array)
         if values is not None:
-            values = validate.integers_on_host(name, values)
+            values = host_values.integers_on_host(name, values)
         is_ours = isinstance(array, jax.Array)
         found[name] = array.astype(np.int32) if is_ours else values
     return found
@@ -260,7 +261,7 @@ def _check_offsets(given: dict[str, Any], call: Call) -> None:
     ):
         values = on_host(given[name])
         if values is not None:
-            validate.check_offsets(name, values.tolist(), total, longest)
+            host_values.check_offsets(name, values.tolist(), total, longest)
 
 
 def _full(name: str, array: Any, rank: int) -> Any:

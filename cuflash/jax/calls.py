@@ -11,9 +11,11 @@ from typing import Any, TypeAlias
 
 from cuflash.errors import DTypeError
 from cuflash.plans import plan
-from cuflash.request import checks, options, validate, validate_derivatives
+from cuflash.request import checks, options
 from cuflash.request.problem import Call
-from cuflash.request.validate_derivatives import COTANGENTS, TANGENTS
+from cuflash.request.validate import attention as validate
+from cuflash.request.validate import derivatives as validate_derivatives
+from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
 
 from .arrays import Abstract
 

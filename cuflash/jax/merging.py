@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from cuflash import settings
 from cuflash.api import foreign_names
-from cuflash.request import validate
+from cuflash.request.validate import merging as validate
 
 from .arrays import abstract, check_array
 

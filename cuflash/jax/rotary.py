@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from cuflash import settings
 from cuflash.api import foreign_names
-from cuflash.request import validate
 from cuflash.request.problem import Call
+from cuflash.request.validate import rotary as validate
 
 from .arrays import abstract, check_array, check_static, on_host
 

@@ -8,8 +8,8 @@ import torch
 
 from cuflash.api import foreign_names
 from cuflash.errors import UnsupportedError
-from cuflash.request import validate_kvcache
 from cuflash.request.problem import strip, strip_lse
+from cuflash.request.validate import kvcache as validate_kvcache
 
 from . import autocast, kvcache_ops, no_gradients
 from .checks import check_no_tangents, check_tensors

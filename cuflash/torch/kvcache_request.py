@@ -8,8 +8,9 @@ import torch
 
 from cuflash.api import kvcache as api_kvcache
 from cuflash.launch import kvcache as execute_kvcache
-from cuflash.request import validate_kvcache
 from cuflash.request.problem import Call, strip, strip_lse
+from cuflash.request.validate import kvcache as validate_kvcache
+from cuflash.request.validate import kvcache_values
 
 from . import request
 from .dtypes import from_numpy, to_numpy
@@ -78,9 +79,7 @@ def _call(
     call = Call(signature, given, tensors.get("out"), others, 0, before)
     if reads_values():
         on_host = {name: to_numpy(x.cpu()) for name, x in others.items()}
-        validate_kvcache.values(
-            Call(signature, given, None, on_host, 0, before)
-        )
+        kvcache_values.values(Call(signature, given, None, on_host, 0, before))
     return call
 
 

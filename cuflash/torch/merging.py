@@ -15,7 +15,6 @@ from cuflash.api import foreign_names
 from cuflash.backends.base import Backend
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.launch import attention as execute
-from cuflash.request import validate
 from cuflash.request.problem import (
     MOST_STATES,
     Call,
@@ -23,6 +22,7 @@ from cuflash.request.problem import (
     strip,
     strip_lse,
 )
+from cuflash.request.validate import merging as validate
 
 from .checks import check_tensors
 from .request import kernel_backend

@@ -15,8 +15,10 @@ from cuflash import settings
 from cuflash.api import arrays as api_arrays
 from cuflash.api import attention as api_attention
 from cuflash.launch import attention as execute
-from cuflash.request import options, validate
+from cuflash.request import options
 from cuflash.request.problem import Call, Signature, strip, strip_lse
+from cuflash.request.validate import attention as validate
+from cuflash.request.validate import host_values
 
 from .batched_grad import is_batched
 from .dtypes import from_numpy, to_numpy
@@ -156,7 +158,7 @@ class Request:
         call = Call(signature, given, None, tensors, self.seed)
         if "cu_seqlens_q" in tensors and reads_values():
             on_host = {n: x.cpu().numpy() for n, x in tensors.items()}
-            validate.offsets(Call(signature, given, None, on_host))
+            host_values.offsets(Call(signature, given, None, on_host))
         return call
 
     def on_cpu(

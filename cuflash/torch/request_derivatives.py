@@ -10,9 +10,9 @@ import torch
 from cuflash.api import derivatives as api_derivatives
 from cuflash.api.derivatives import strip_each
 from cuflash.launch.runner import Kernels
-from cuflash.request import validate_derivatives
 from cuflash.request.problem import Signature, strip, strip_lse
-from cuflash.request.validate_derivatives import COTANGENTS, TANGENTS
+from cuflash.request.validate import derivatives as validate_derivatives
+from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
 
 from . import request as requests
 from .request import Request, Results

@@ -13,8 +13,8 @@ import torch
 
 from cuflash.api import foreign_names
 from cuflash.errors import ShapeError
-from cuflash.request import validate
 from cuflash.request.problem import Call
+from cuflash.request.validate import rotary as validate
 
 from . import request, rotary_kernel
 from .checks import check_tensors

@@ -10,8 +10,9 @@ import torch
 
 from cuflash.backends.base import Backend
 from cuflash.launch import attention as execute
-from cuflash.request import validate
 from cuflash.request.problem import Call, Signature, strip
+from cuflash.request.validate import memory
+from cuflash.request.validate import rotary as validate
 
 from .signature import Described, checked, describe
 
@@ -79,7 +80,7 @@ def _signature(
     if not inplace:
         return signature
     layout = signature.layouts["x"]
-    validate.check_elements_apart(
+    memory.check_elements_apart(
         "x", layout.shape, layout.strides, layout.dtype.itemsize
     )
     return replace(signature, layouts={**signature.layouts, "out": layout})

@@ -85,11 +85,11 @@ def test_a_thread_is_bound_once(fake):
 
 
 def test_a_repeated_call_is_looked_up(fake, monkeypatch):
-    from cuflash.request import validate
+    from cuflash.request.validate import attention as validate
 
     inputs = large(torch.float32)
     cuflash.torch.attention(*inputs, causal=True)
-    monkeypatch.setattr(validate, "attention", None)
+    monkeypatch.setattr(validate, "signature_of", None)
     before = len(fake.log)
     cuflash.torch.attention(*inputs, causal=True)
     assert len(fake.log) == before + 1

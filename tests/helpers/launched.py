@@ -14,7 +14,9 @@ from cuflash.launch import (
 from cuflash.launch import (
     kvcache as execute_kvcache,
 )
-from cuflash.request import validate, validate_derivatives, validate_kvcache
+from cuflash.request.validate import attention as validate
+from cuflash.request.validate import derivatives as validate_derivatives
+from cuflash.request.validate import kvcache as validate_kvcache
 
 from .compare import assert_bitwise
 from .data import LAYOUTS, Case, inputs, lse_gradient, shapes

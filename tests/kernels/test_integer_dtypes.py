@@ -6,7 +6,9 @@ import pytest
 import cuflash
 from cuflash import emulator
 from cuflash.launch.runner import Kernels
-from cuflash.request import validate, validate_kvcache
+from cuflash.request.validate import attention as validate
+from cuflash.request.validate import kvcache as validate_kvcache
+from cuflash.request.validate import rotary as validate_rotary
 from helpers.backends import EMULATED
 from helpers.compare import assert_arrays_equal
 
@@ -77,7 +79,7 @@ ON_KERNELS = {
                    {"q": Q[:, :1], "k_cache": CACHES[0],
                     "v_cache": CACHES[1]},
                    {**KVCACHE, "cache_seqlens": np.array(6)}),
-    "rotary": ("apply_rotary", validate.apply_rotary,
+    "rotary": ("apply_rotary", validate_rotary.apply_rotary,
                {"x": Q, "cos": COS, "sin": SIN},
                {"positions": np.broadcast_to(np.arange(8) * 3, (2, 8))}),
 }  # fmt: skip

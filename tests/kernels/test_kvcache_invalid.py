@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cuflash.errors import ValueRangeError
-from cuflash.request import validate_kvcache
+from cuflash.request.validate import kvcache_values
 from helpers import kvcache_calls as kv
 from helpers.backends import BACKENDS, on_kernels
 from helpers.compare import assert_all, assert_bitwise
@@ -142,7 +142,7 @@ def spoiled(case, changes):
 def unread(monkeypatch):
     """As on a GPU, where only kernels read them."""
     monkeypatch.delenv("CUFLASH_CHECK", raising=False)
-    monkeypatch.setattr(validate_kvcache, "values", lambda call: None)
+    monkeypatch.setattr(kvcache_values, "values", lambda call: None)
 
 
 def run(backend, case, given):

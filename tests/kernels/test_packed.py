@@ -6,7 +6,7 @@ import pytest
 import cuflash
 import strategies
 from cuflash.errors import ValueRangeError
-from cuflash.request import validate
+from cuflash.request.validate import host_values
 from helpers import calls
 from helpers.backends import (
     BACKENDS,
@@ -154,7 +154,7 @@ def test_equal_slopes_of_sequences_are_shared_ones(backend, dtype, arch):
 @pytest.fixture
 def unread_offsets(monkeypatch):
     """As on a GPU, where only kernels read them."""
-    monkeypatch.setattr(validate, "offsets", lambda call: None)
+    monkeypatch.setattr(host_values, "offsets", lambda call: None)
 
 
 BAD = [

@@ -9,7 +9,7 @@ import cuflash
 import strategies
 from cuflash.launch import attention as execute
 from cuflash.reference import rotary
-from cuflash.request import validate
+from cuflash.request.validate import rotary as validate
 from helpers.backends import EMULATED, on_backends
 from helpers.compare import (
     Expected,

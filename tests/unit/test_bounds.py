@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from cuflash.reference.masks import visible
-from cuflash.request import options, validate, validate_kvcache
+from cuflash.request import options
 from cuflash.request.problem import Signature
+from cuflash.request.validate import attention as validate
+from cuflash.request.validate import kvcache as validate_kvcache
+from cuflash.request.validate import scalars
 from helpers.compare import assert_elements
 
 LENGTHS = range(1, 5)
@@ -36,7 +39,7 @@ def test_dropped_bounds_hide_nothing(seqlen_q, seqlen_k):
     """And bounds that hide nothing are dropped."""
     lengths = seqlen_q, seqlen_k
     for call in CALLS:
-        causal, window = validate.bounds_that_mask(
+        causal, window = scalars.bounds_that_mask(
             **call, seqlen_q=seqlen_q, seqlen_k=seqlen_k, packed=False
         )
         got = visible(*lengths, causal=causal, window=window)
@@ -77,7 +80,7 @@ def test_windows_of_caches(seqlen_q):
 def test_packed_sequences_keep_their_bounds():
     """Whose lengths are not known: here, more than one token."""
     for call in CALLS:
-        causal, (left, right) = validate.bounds_that_mask(
+        causal, (left, right) = scalars.bounds_that_mask(
             **call, seqlen_q=1, seqlen_k=1, packed=True
         )
         got = visible(5, 5, causal=causal, window=(left, right))

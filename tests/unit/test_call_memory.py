@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cuflash.launch import attention as execute
-from cuflash.request import validate
+from cuflash.request.validate import attention as validate
 from helpers.counting import Counting
 from helpers.data import Case, shapes
 from helpers.dtypes import DTYPES, lse_dtype

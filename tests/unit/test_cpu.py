@@ -13,7 +13,7 @@ import strategies
 from cuflash.plans import plan
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.backward import key_outer
-from cuflash.request import validate
+from cuflash.request.validate import attention as validate
 from helpers.backends import NumpyBackend
 from helpers.compare import (
     assert_all,

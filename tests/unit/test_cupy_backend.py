@@ -11,7 +11,7 @@ from cuflash.backends.emulator.machine import Emulator
 from cuflash.build import nvrtc
 from cuflash.launch import attention as execute
 from cuflash.plans.workspace import ALIGNMENT
-from cuflash.request import validate
+from cuflash.request.validate import attention as validate
 from helpers import fake_cupy
 from helpers.fake_cupy import STREAM, ndarray
 

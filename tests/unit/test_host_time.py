@@ -16,9 +16,10 @@ import pytest
 import cuflash
 from cuflash import emulator
 from cuflash.launch import attention as execute
-from cuflash.request import validate
+from cuflash.request.validate.arrays import Arrays
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
+from helpers.checked_by import check
 from helpers.compare import assert_bitwise
 from helpers.counting import Counting
 from helpers.data import LAYOUTS, Case, inputs
@@ -57,7 +58,7 @@ def arguments(call, rank=4, case=CASE):
 
 
 def run(machine, call, **given):
-    getattr(execute, call)(getattr(validate, call)(**given), machine)
+    getattr(execute, call)(check(call, **given), machine)
 
 
 def recipes_of_forward(machine, **changes):
@@ -79,7 +80,7 @@ def test_a_call_like_one_before_decides_nothing(call, rank):
     run(machine, call, **arguments(call, rank))
     launches = machine.launches
     with (
-        mock.patch.object(validate, "Arrays", side_effect=AssertionError),
+        mock.patch.object(Arrays, "__init__", side_effect=AssertionError),
         mock.patch.object(execute, "plan", side_effect=AssertionError),
         counted_recipes() as made,
     ):

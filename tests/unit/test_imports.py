@@ -314,3 +314,12 @@ def test_import_is_light():
     assert not loaded & {"torch", "jax", "transformers"}
     assert "cuflash.launch.attention" not in loaded
     assert "cuflash.backends.emulator.machine" not in loaded
+
+
+def test_modules_of_request_are_at_most_450_lines():
+    lengths = {
+        path.name: path.read_text().count("\n")
+        for path in (PACKAGE / "request").rglob("*.py")
+        if path.name != "options.py"  # the one table
+    }
+    assert not {name: n for name, n in lengths.items() if n > 450}

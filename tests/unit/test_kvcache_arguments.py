@@ -14,8 +14,9 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from cuflash.request import validate_kvcache
 from cuflash.request.problem import KVCache, Problem, Rotary
+from cuflash.request.validate import kvcache as validate_kvcache
+from cuflash.request.validate import kvcache_values
 from helpers.compare import assert_all, assert_finite
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -654,7 +655,7 @@ def test_values_on_a_device_are_read_only_to_check_them(monkeypatch):
     lengths = OnDevice(checked.options["cache_seqlens"])
     checked.options["cache_seqlens"] = lengths
     with pytest.raises(ValueRangeError, match=r"cache_seqlens\[1\] is -1"):
-        validate_kvcache.values(checked)
+        kvcache_values.values(checked)
     monkeypatch.delenv("CUFLASH_CHECK", raising=False)
     assert not cuflash.api.arrays.reads_values(lengths)
     monkeypatch.setenv("CUFLASH_CHECK", "1")
@@ -803,8 +804,10 @@ def test_windows_that_mask_nothing(window, plain_one, rotated_one):
 def test_a_call_like_one_before_is_one_look_up(make):
     first = call(make(causal=True))
     with (
-        mock.patch.object(validate_kvcache, "_Arrays", side_effect=Exception),
-        mock.patch.object(validate_kvcache, "_Others", side_effect=Exception),
+        mock.patch.object(
+            validate_kvcache, "CacheArrays", side_effect=Exception
+        ),
+        mock.patch.object(validate_kvcache, "Others", side_effect=Exception),
     ):
         assert call(make(causal=True)).signature is first.signature
 

@@ -11,7 +11,8 @@ import pytest
 
 import cuflash
 from cuflash.plans.plan import device_of_arch, plan
-from cuflash.request import validate, validate_derivatives
+from cuflash.request.validate import attention as validate
+from cuflash.request.validate import derivatives as validate_derivatives
 from helpers.compare import assert_bitwise
 
 Q, K, HEADS, D = 6, 7, 2, 16

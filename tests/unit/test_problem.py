@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from cuflash.request import validate
+from cuflash.errors import DTypeError, ShapeError
 from cuflash.request.problem import Problem
+from cuflash.request.validate import attention as validate
+from cuflash.request.validate import merging
 
 SIZES = dict.fromkeys(
     ["batch", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"], 1
@@ -52,7 +54,7 @@ def test_a_backward_problem_holds_every_argument():
 def test_arrays_are_views_in_full_rank(rank, full, full_lse):
     out = zeros(2, 5, 3, 8)[{2: (0, slice(None), 0), 3: 0, 4: ()}[rank]]
     lse = np.zeros((2, 3, 5), np.float32)[(0,) * (4 - rank)]
-    call = validate.merge_states(out_a=out, lse_a=lse, out_b=out, lse_b=lse)
+    call = merging.merge_states(out_a=out, lse_a=lse, out_b=out, lse_b=lse)
     assert call.rank == rank
     assert call.arrays["out_a"].shape == full
     assert call.arrays["lse_b"].shape == full_lse
@@ -81,7 +83,7 @@ def test_a_call_seen_before_is_checked_again():
     q = zeros(5, 16)
     validate.forward(q, q, q, causal=True, block_q=64)
     for wrong in ({"causal": 1}, {"block_q": 64.0}, {"block_q": True}):
-        with pytest.raises(validate.DTypeError):
+        with pytest.raises(DTypeError):
             validate.forward(q, q, q, **wrong)
-    with pytest.raises(validate.ShapeError):
+    with pytest.raises(ShapeError):
         validate.forward(q, q[:, :8], q)

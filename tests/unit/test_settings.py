@@ -15,7 +15,7 @@ from cuflash import settings
 from cuflash.errors import ValueRangeError
 from cuflash.launch import attention as execute
 from cuflash.plans.plan import FamilyName
-from cuflash.request import validate
+from cuflash.request.validate import attention as validate
 from helpers.counting import Counting
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ import sys
 sys.path.append({str(ROOT / "tests")!r})
 import numpy as np
 from cuflash.launch import attention as execute
-from cuflash.request import validate
+from cuflash.request.validate import attention as validate
 from helpers.counting import Counting
 q = np.ones((3, 4), np.float32)
 for machine in [Counting("sm_80")] * 2 + [Counting("sm_90a")]:

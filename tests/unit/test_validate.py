@@ -14,7 +14,11 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from cuflash.request import checks, validate
+from cuflash.request import checks
+from cuflash.request.validate import arrays as checked_arrays
+from cuflash.request.validate import attention as validate
+from cuflash.request.validate import devices, memory
+from helpers.checked_by import check
 from helpers.compare import assert_all
 
 SHAPES = {
@@ -217,7 +221,7 @@ def test_numpy_and_cuda_mixed(call, name, array):
 
 @pytest.mark.parametrize("array", [OnDevice(2), OnDevice(13), CudaArray()])
 def test_arrays_on_a_cuda_device_are_known(array):
-    assert validate.device_of(q=array, k=OnDevice(2)) == "cuda"
+    assert devices.device_of(q=array, k=OnDevice(2)) == "cuda"
 
 
 class OnGpu:
@@ -236,7 +240,7 @@ def test_two_cuda_devices(call, name):
         for other in ARGUMENTS[call]
     }
     with pytest.raises(ValueRangeError) as caught:
-        getattr(validate, call)(**arrays)
+        check(call, **arrays)
     first = {"backward": "q", "forward": "q", "merge_states": "out_a"}[call]
     after = {"q": "k", "out_a": "lse_a"}.get(name)
     who, got, other = (after, 0, 1) if name == first else (name, 1, 0)
@@ -491,7 +495,7 @@ def test_head_dim_out_of_range(call, width, error, said):
 def test_head_dim_v_out_of_range(width, error, said):
     v = np.zeros((2, 7, 2, width), np.float32)
     out = np.zeros((2, 5, 4, width), np.float32)
-    place = f"({{}} {{}}; layout is {validate._LAYOUTS[4]})"
+    place = f"({{}} {{}}; layout is {checked_arrays._LAYOUTS[4]})"
     start = f"{{}} has head_dim {width}, expected {said} "
     want = (start + place).format
     assert complaint(error, "forward", v=v) == want("v", "v", v.shape)
@@ -558,7 +562,7 @@ def test_heads_of_all_batches_that_a_kernel_cannot_count(call):
 @pytest.mark.parametrize("name", ["batch", "seqlen_q", "seqlen_k", "heads"])
 def test_the_largest_size_that_a_kernel_can_count(call, name):
     arrays = calls_with(**{name: MAX_LENGTH})[call]
-    getattr(validate, call)(**dict(zip(ARGUMENTS[call], arrays, strict=True)))
+    check(call, **dict(zip(ARGUMENTS[call], arrays, strict=True)))
 
 
 # Options ---------------------------------------------------------------------
@@ -757,7 +761,7 @@ def test_out_that_does_not_say_whether_it_is_read_only():
         def __cuda_array_interface__(self):
             raise KeyError("bfloat16")
 
-    validate.writable("out", Tensor())
+    devices.writable("out", Tensor())
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, OnGpu])
@@ -765,9 +769,9 @@ def test_overlap_is_seen_on_either_device(wrap):
     packed = np.zeros((2, 5, 4, 4, 8), np.float16)
     q, k, v, out = (wrap(x) for x in np.moveaxis(packed, 2, 0))
     arrays = {"q": q, "k": k, "v": v}
-    validate._check_apart({"out": out}, arrays)
+    memory.check_apart({"out": out}, arrays)
     with pytest.raises(ValueRangeError, match="out shares memory with v"):
-        validate._check_apart({"out": wrap(packed[:, :, 2, 1:])}, arrays)
+        memory.check_apart({"out": wrap(packed[:, :, 2, 1:])}, arrays)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -12,8 +12,8 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from cuflash.request import validate_derivatives
 from cuflash.request.problem import Tangents
+from cuflash.request.validate import derivatives as validate_derivatives
 
 SHAPES = {
     "q": (2, 5, 4, 8),

@@ -11,7 +11,7 @@ from cuflash.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from cuflash.request import validate
+from cuflash.request.validate import attention as validate
 from helpers.compare import assert_all
 
 SHAPES = {

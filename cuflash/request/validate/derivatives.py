@@ -13,10 +13,14 @@ from typing import Any, Literal
 import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError
-from cuflash.request import checks, validate
+from cuflash.request import checks
 from cuflash.request.options import Numbers, broadcast_strides
 from cuflash.request.problem import Call, Layout, Signature, Tangents
-from cuflash.request.validate import in_full_rank, remembered
+from cuflash.request.validate.arrays import in_full_rank
+from cuflash.request.validate.attention import signature_of, split_options
+from cuflash.request.validate.descriptions import describe, remembered
+from cuflash.request.validate.devices import check_one_device
+from cuflash.request.validate.scalars import block_of, precision_of, scale_of
 
 # The argument names of tangents and cotangents, by what they move.
 TANGENTS = {
@@ -54,15 +58,15 @@ def jvp(
     """
     given = {"q": q, "k": k, "v": v}
     moved, options = _tangents_of(others, TANGENTS)
-    asked = validate.split_options(options)
+    asked = split_options(options)
     signature = _signature(
         "jvp",
-        validate.describe(given),
-        validate.scale_of(scale),
+        describe(given),
+        scale_of(scale),
         checks.flag("causal", causal),
-        validate.block_of("block_q", block_q),
-        validate.block_of("block_k", block_k),
-        validate.precision_of(precision),
+        block_of("block_q", block_q),
+        block_of("block_k", block_k),
+        precision_of(precision),
         *asked[:2],
         _describe(moved, TANGENTS),
         return_lse=checks.flag("return_lse", return_lse),
@@ -104,15 +108,15 @@ def double_backward(
         "return_dsink": _wanted("return_d2sink", return_d2sink, options),
         "return_ddlse": checks.flag("return_ddlse", return_ddlse),
     }
-    asked = validate.split_options(options)
+    asked = split_options(options)
     signature = _signature(
         "double_backward",
-        validate.describe(given),
-        validate.scale_of(scale),
+        describe(given),
+        scale_of(scale),
         checks.flag("causal", causal),
-        validate.block_of("block_q", block_q),
-        validate.block_of("block_k", block_k),
-        validate.precision_of(precision),
+        block_of("block_q", block_q),
+        block_of("block_k", block_k),
+        precision_of(precision),
         *asked[:2],
         _describe(moved, COTANGENTS),
         deterministic=checks.flag("deterministic", deterministic),
@@ -152,8 +156,8 @@ def _check_there(name: str, what: str, options: Mapping[str, Any]) -> None:
 def _describe(
     moved: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[tuple, ...]:
-    """Describe tangents: what each moves, then as `validate.describe`."""
-    seen = validate.describe({names[x]: y for x, y in moved.items()})
+    """Describe tangents: what each moves, then as `describe`."""
+    seen = describe({names[x]: y for x, y in moved.items()})
     return tuple(zip(moved, seen, strict=True))
 
 
@@ -175,7 +179,7 @@ def _signature(
     wanted: tuple[tuple[str, bool], ...] = (),
 ) -> Signature:
     """Check a call; nothing here depends on the data."""
-    signature = validate.attention(
+    signature = signature_of(
         direction,
         seen,
         scale,
@@ -189,7 +193,7 @@ def _signature(
         return_lse=return_lse,
     )
     tangents = tuple(x for _, x in seen_tangents)
-    validate.check_one_device(seen[:1] + tangents)
+    check_one_device(seen[:1] + tangents)
     given = {name: rest for name, *rest in seen + seen_options}
     lead = _lead(direction, given, seen_tangents)
     for what, one in seen_tangents:

@@ -1,0 +1,257 @@
+"""The arguments of `cuflash.forward` and `cuflash.backward`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from cuflash.errors import UnsupportedError
+from cuflash.request import checks
+from cuflash.request.options import ARRAYS, Numbers, Sizes, check, numbers_of
+from cuflash.request.problem import Call, Layout, Problem, Signature
+from cuflash.request.validate.arrays import (
+    AXES,
+    AXES_LSE,
+    MAX_LENGTH_OF_OPTIONS,
+    Arrays,
+)
+from cuflash.request.validate.descriptions import describe, remembered
+from cuflash.request.validate.devices import check_one_device
+from cuflash.request.validate.memory import check_apart
+from cuflash.request.validate.scalars import (
+    block_of,
+    bounds_that_mask,
+    default_scale,
+    precision_of,
+    scale_of,
+    splits_of,
+)
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: Any = None,
+    causal: Any = False,
+    block_q: Any = None,
+    block_k: Any = None,
+    precision: Any = None,
+    num_splits: Any = None,
+    return_lse: Any = False,
+    out: Any = None,
+    **options: Any,
+) -> Call:
+    """Check the arguments of `cuflash.forward`; see there.
+
+    `options` holds only the options that the user passed.
+    """
+    given = {"q": q, "k": k, "v": v}
+    asked = split_options(options)
+    arrays = given if out is None else {**given, "out": out}
+    signature = signature_of(
+        "forward",
+        describe(arrays),
+        scale_of(scale),
+        checks.flag("causal", causal),
+        block_of("block_q", block_q),
+        block_of("block_k", block_k),
+        precision_of(precision),
+        *asked[:2],
+        num_splits=splits_of(num_splits),
+        return_lse=checks.flag("return_lse", return_lse),
+    )
+    if out is not None:
+        check_apart({"out": out}, {**given, **asked[2]})
+    return Call(signature, given, out, *asked[2:])
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    scale: Any = None,
+    causal: Any = False,
+    block_q: Any = None,
+    block_k: Any = None,
+    deterministic: Any = False,
+    precision: Any = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    **options: Any,
+) -> Call:
+    """Check the arguments of `cuflash.backward`; see there.
+
+    `options` holds only the options that the user passed.
+    """
+    # q comes first: the others are compared with it.
+    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    written = {"dq": dq, "dk": dk, "dv": dv}
+    written = {name: x for name, x in written.items() if x is not None}
+    asked = split_options(options)
+    signature = signature_of(
+        "backward",
+        describe({**given, **written}),
+        scale_of(scale),
+        checks.flag("causal", causal),
+        block_of("block_q", block_q),
+        block_of("block_k", block_k),
+        precision_of(precision),
+        *asked[:2],
+        deterministic=checks.flag("deterministic", deterministic),
+    )
+    if written:
+        check_apart(written, {**given, **asked[2]})
+    return Call(signature, given, None, *asked[2:], given_gradients=written)
+
+
+NO_OPTIONS: tuple[Numbers, tuple[()], dict[str, Any], int] = ((), (), {}, 0)
+
+
+def split_options(
+    options: dict[str, Any],
+) -> tuple[Numbers, tuple[tuple, ...], dict[str, Any], int]:
+    """Split options: scalars, array descriptions, arrays and the seed."""
+    if not options:
+        return NO_OPTIONS
+    scalars, seed = numbers_of(options)
+    arrays = {name: options[name] for name in ARRAYS if name in options}
+    return scalars, describe(arrays), arrays, seed
+
+
+@remembered
+def signature_of(
+    direction: Literal["forward", "backward", "jvp", "double_backward"],
+    seen: tuple[tuple, ...],
+    scale: float | None,
+    causal: bool,
+    block_q: int | None,
+    block_k: int | None,
+    precision: Literal["tf32x3"] | None,
+    asked: Numbers,
+    seen_options: tuple[tuple, ...],
+    *,
+    deterministic: bool = False,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+) -> Signature:
+    """Check a forward or backward call; nothing here depends on the data.
+
+    Or a jvp call but for its tangents, or a double_backward call.
+    """
+    check_one_device(seen + seen_options)
+    numbers_asked = dict(asked)
+    arrays = Arrays(seen)
+    arrays.check_same("k", ("batch", "head_dim"), "q")
+    arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
+    arrays.check_groups()
+    arrays.check_lengths("q")
+    arrays.check_lengths("k")
+    arrays.check_head_dim("q")
+    arrays.check_head_dim("v")
+    for name in ("out", "dout"):
+        if name in arrays.shapes:
+            arrays.check_same(name, ("batch", "seqlen", "heads"), "q")
+            arrays.check_same(name, ("head_dim",), "v")
+    for name in ("lse", "dlse"):
+        if name in arrays.shapes:
+            arrays.check_same(name, AXES_LSE, "q")
+    for name in ("dq", "dk", "dv"):
+        if name in arrays.shapes:
+            arrays.check_same(name, AXES, name[1:])
+    batch, seqlen_q, num_heads_q, head_dim = arrays.full["q"]
+    _, seqlen_k, num_heads_kv, head_dim_v = arrays.full["v"]
+    scale = default_scale(scale, head_dim, arrays.dtype)
+    if precision and arrays.dtype != "float32":
+        raise UnsupportedError(
+            f"precision is {precision!r}, which is for float32 arrays, got "
+            f"{arrays.dtype}: leave it out, or convert q, k and v to float32"
+        )
+    options = _check_options(arrays, asked, seen_options)
+    shapes = {name: tuple(shape) for name, shape, *_ in seen_options}
+    causal, window = bounds_that_mask(
+        causal,
+        numbers_asked.get("window", (None, None)),
+        seqlen_q,
+        seqlen_k,
+        "cu_seqlens_q" in options,
+    )
+    problem = Problem(
+        direction=direction,
+        dtype=arrays.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=scale,
+        causal=causal,
+        block_q=block_q,
+        block_k=block_k,
+        deterministic=deterministic,
+        precision=precision,
+        num_splits=num_splits,
+        dlse="dlse" in arrays.shapes,
+        **{**numbers_asked, "window": window},
+        **_arrays_there(options, shapes),
+    )
+    return Signature(
+        problem, arrays.rank, arrays.layouts(), return_lse, options,
+        shapes.get("bias", ()),
+    )  # fmt: skip
+
+
+def _check_options(
+    arrays: Arrays, asked: Numbers, seen: tuple[tuple, ...]
+) -> dict[str, Layout]:
+    """The layouts of the array options."""
+    if not seen and not asked:
+        return {}
+    batch, seqlen_q, num_heads_q, _ = arrays.full["q"]
+    seqlen_k = arrays.full["k"][1]
+    for name, seqlen in (("q", seqlen_q), ("k", seqlen_k)):
+        if seqlen > MAX_LENGTH_OF_OPTIONS:
+            raise UnsupportedError(
+                f"{name} has seqlen {seqlen}, expected at most "
+                f"{MAX_LENGTH_OF_OPTIONS} in a call with masks or score "
+                "modifications: kernels compute the ends of a window in "
+                "32 bits"
+            )
+    sizes = Sizes(
+        batch, seqlen_q, seqlen_k, num_heads_q, arrays.rank, arrays.dtype,
+        "float64" if arrays.dtype == "float64" else "float32",
+    )  # fmt: skip
+    return check(seen, sizes)
+
+
+def _arrays_there(
+    options: dict[str, Layout], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """The fields of a `Problem` that describe its array options.
+
+    `shapes` are the shapes that the user passed: a bias with all its axes
+    does not count as broadcast here, whatever its strides.
+    """
+    has: dict[str, Any] = {
+        name: name in options for name in ("alibi_slopes", "mask", "sink")
+    }
+    has["segment_ids"] = "segment_ids_q" in options
+    if "bias" in options:
+        layout = options["bias"]
+        has["bias"] = layout.dtype.name
+        given = math.prod(shapes["bias"])
+        has["bias_is_broadcast"] = given < math.prod(layout.shape)
+    if "cu_seqlens_q" in options:
+        has["num_sequences"] = options["cu_seqlens_q"].shape[0] - 1
+    return has

@@ -1,0 +1,404 @@
+"""Validation of the arguments of `cuflash.forward_kvcache`.
+
+Results are remembered by everything but the arrays' data, see `descriptions`.
+A length given as an int is data too: it grows by one with each token.
+`kvcache_values` reads the data of arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuflash.errors import (
+    DTypeError,
+    UnsupportedError,
+    ValueRangeError,
+    in_words,
+)
+from cuflash.request import checks
+from cuflash.request.problem import Call, KVCache, Problem, Rotary, Signature
+from cuflash.request.validate.descriptions import address, describe, remembered
+from cuflash.request.validate.devices import check_one_device
+from cuflash.request.validate.kvcache_arrays import (
+    CACHES,
+    INPUTS,
+    CacheArrays,
+    Others,
+)
+from cuflash.request.validate.memory import (
+    addresses,
+    check_elements_apart,
+    shares_memory,
+    span,
+)
+from cuflash.request.validate.scalars import (
+    bounds_that_mask,
+    default_scale,
+    scale_of,
+    splits_of,
+)
+
+# (given, needed, why): ValueRangeError for the first without the second.
+_PARTNERS = (
+    ("k_new", "v_new", "a token has a key and a value"),
+    ("v_new", "k_new", "a token has a key and a value"),
+    ("k_new", "cache_seqlens", "new tokens are appended there"),
+    ("rotary_cos", "rotary_sin", "a rotation has a cosine and a sine"),
+    ("rotary_sin", "rotary_cos", "a rotation has a cosine and a sine"),
+    ("rotary_cos", "k_new", "keys are rotated when they are appended"),
+    ("k_scale", "v_scale", "both caches are float8"),
+    ("v_scale", "k_scale", "both caches are float8"),
+    ("max_seqlen_q", "cu_seqlens_q", "it bounds the lengths of packed q"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """A signature, and where its arrays lie from their addresses.
+
+    Attributes
+    ----------
+    signature : Signature
+    names : tuple of str
+    memory : tuple of (shape, strides, itemsize)
+    spans : tuple of (int, int)
+        The bytes [low, high) of each array; see `memory.span`.
+    written : tuple of int
+        The indices of the arrays that the call writes.
+    """
+
+    signature: Signature
+    names: tuple[str, ...]
+    memory: tuple[tuple, ...]
+    spans: tuple[tuple[int, int], ...]
+    written: tuple[int, ...]
+
+
+def forward_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    k_new: Any = None,
+    v_new: Any = None,
+    cache_seqlens: Any = None,
+    max_seqlen_q: Any = None,
+    rotary_interleaved: Any = False,
+    scale: Any = None,
+    causal: Any = False,
+    window: Any = None,
+    softcap: Any = None,
+    num_splits: Any = None,
+    out: Any = None,
+    return_lse: Any = False,
+    **options: Any,
+) -> Call:
+    """Check the arguments of `cuflash.forward_kvcache`; see there.
+
+    `options` holds only the arrays that the user passed.
+    """
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    if k_new is not None:
+        given["k_new"] = k_new
+    if v_new is not None:
+        given["v_new"] = v_new
+    by_int = is_int(cache_seqlens)
+    if cache_seqlens is not None and not by_int:
+        options["cache_seqlens"] = cache_seqlens
+    arrays = {**given, **options}
+    if out is not None:
+        arrays["out"] = out
+    checked = check_call(
+        arrays,
+        by_int,
+        max_seqlen_q=max_seqlen_q,
+        rotary_interleaved=rotary_interleaved,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        num_splits=num_splits,
+        return_lse=return_lse,
+    )
+    if checked.written:
+        check_apart(checked, tuple(map(address, arrays.values())))
+    signature = checked.signature
+    length = signature.problem.seqlen_k
+    if by_int:
+        length = length_of(cache_seqlens, signature.problem)
+    return Call(signature, given, out, options, cache_seqlens=length)
+
+
+def check_call(
+    arrays: dict[str, Any],
+    by_int: bool,
+    *,
+    max_seqlen_q: Any = None,
+    rotary_interleaved: Any = False,
+    scale: Any = None,
+    causal: Any = False,
+    window: Any = None,
+    softcap: Any = None,
+    num_splits: Any = None,
+    return_lse: Any = False,
+) -> Checked:
+    """Check all but where the arrays lie, and a length that is an int.
+
+    Parameters
+    ----------
+    arrays : dict
+        All arrays by argument name, `out` among them, q first.
+    by_int : bool
+        Whether cache_seqlens is an int.
+    """
+    return _checked(
+        describe(arrays),
+        by_int,
+        None if max_seqlen_q is None
+        else checks.length("max_seqlen_q", max_seqlen_q),
+        checks.flag("rotary_interleaved", rotary_interleaved),
+        scale_of(scale),
+        checks.flag("causal", causal),
+        checks.window("window", window),
+        checks.softcap("softcap", softcap),
+        splits_of(num_splits),
+        checks.flag("return_lse", return_lse),
+    )  # fmt: skip
+
+
+def with_batch(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Views with the axes that q leaves out, as `forward` inserts them.
+
+    q without batch is (seqlen, heads, head_dim) or (seqlen, head_dim); the
+    caches then hold one sequence, (capacity, heads, head_dim) or (capacity,
+    head_dim), or pages. A packed q has no batch, and is left as it is.
+    """
+    rank = arrays["q"].ndim
+    if rank not in (2, 3) or "cu_seqlens_q" in arrays:
+        return arrays
+    views = dict(arrays)
+    for name in INPUTS:
+        x = arrays.get(name)
+        if x is None:
+            continue
+        if rank == 2:
+            x = x[..., None, :]
+        if x.ndim == 3:  # caches of pages, or with slots, have 4 axes
+            x = x[None]
+        views[name] = x
+    for name, ndim in (
+        ("page_table", 2), ("cache_seqlens", 1), ("cache_batch_idx", 1),
+        ("cache_leftpad", 1),
+    ):  # fmt: skip
+        x = arrays.get(name)
+        if x is not None and x.ndim == ndim - 1:
+            views[name] = x[None]
+    return views
+
+
+def is_int(cache_seqlens: Any) -> bool:
+    """Whether cache_seqlens is one length; a bool is refused later."""
+    return isinstance(cache_seqlens, (int, numbers.Integral))
+
+
+def length_or_array(cache_seqlens: Any) -> Any:
+    """cache_seqlens, an int if it is an array of NumPy without axes.
+
+    Raises
+    ------
+    DTypeError
+        If it is a number but not an int.
+    """
+    if isinstance(cache_seqlens, np.ndarray) and not cache_seqlens.ndim:
+        cache_seqlens = cache_seqlens.item()
+    if isinstance(cache_seqlens, (float, np.floating)):
+        raise DTypeError(
+            f"cache_seqlens is {in_words(cache_seqlens)}, expected an int or "
+            "an array of integers: pass int(cache_seqlens)"
+        )
+    return cache_seqlens
+
+
+def length_of(given: Any, p: Problem) -> int:
+    """Check a length that is an int."""
+    cache = p.kvcache
+    assert cache is not None
+    length = checks.whole("cache_seqlens", given, -(2**63), 2**63)
+    # The number of packed tokens that a sequence appends is on the device.
+    new = 0 if cache.packed_new else cache.seqlen_new
+    if not 0 <= length <= p.seqlen_k - new:
+        raise ValueRangeError(
+            f"cache_seqlens is {length}, expected {room(p, new)}"
+        )
+    return length
+
+
+def room(p: Problem, new: int) -> str:
+    """The lengths that leave room for new tokens."""
+    text = (
+        f"0 to {p.seqlen_k - new}: the caches hold {p.seqlen_k} tokens a "
+        "sequence"
+    )
+    return f"{text}, and {new} are appended" if new else text
+
+
+@remembered
+def _checked(
+    seen: tuple[tuple, ...],
+    by_int: bool,
+    max_seqlen_q: int | None,
+    rotary_interleaved: bool,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    softcap: float,
+    num_splits: int | None,
+    return_lse: bool,
+) -> Checked:
+    """Check a call; nothing here depends on the data."""
+    check_one_device(seen)
+    by_name = {x[0]: x for x in seen}
+    given = {*by_name}
+    if by_int:
+        given.add("cache_seqlens")
+    if max_seqlen_q is not None:
+        given.add("max_seqlen_q")
+    _check_together(given)
+    arrays = CacheArrays(
+        tuple(x for x in seen if x[0] in INPUTS),
+        packed="cu_seqlens_q" in given,
+        paged="page_table" in given,
+    )
+    arrays.check()
+    arrays.check_caches()
+    others = Others(arrays, by_name, max_seqlen_q)
+    options = others.layouts
+    rotary = None
+    if "rotary_cos" in options:
+        table = options["rotary_cos"]
+        num_positions, num_pairs = table.shape
+        rotary = Rotary(
+            2 * num_pairs,
+            num_positions,
+            table.dtype.name,
+            None,
+            rotary_interleaved,
+            False,
+        )
+    _, _, num_heads_q, head_dim = arrays.full["q"]
+    slots, rows, num_heads_kv, head_dim_v = arrays.full["v_cache"]
+    # No length exceeds the capacity, so bounds beyond it mask nothing. But a
+    # window decides by which positions queries are rotated.
+    causal, window = bounds_that_mask(
+        causal, window, others.seqlen_q, others.capacity, rotary is not None
+    )
+    left, right = window
+    window = (
+        None if left is None else min(left, others.capacity),
+        None if right is None else min(right, others.seqlen_q),
+    )
+    problem = Problem(
+        direction="kvcache",
+        dtype=arrays.dtype,
+        batch=others.batch,
+        seqlen_q=others.seqlen_q,
+        seqlen_k=others.capacity,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=default_scale(scale, head_dim, arrays.dtype),
+        causal=causal,
+        num_splits=num_splits,
+        window=window,
+        softcap=softcap,
+        alibi_slopes="alibi_slopes" in options,
+        sink="sink" in options,
+        kvcache=KVCache(
+            dtype=arrays.cache_dtype,
+            page_size=rows if arrays.paged else None,
+            slots=slots,
+            max_pages=others.max_pages,
+            seqlen_new=others.seqlen_new,
+            lengths="cache_seqlens" in options,
+            batch_idx="cache_batch_idx" in options,
+            leftpad="cache_leftpad" in options,
+            packed_queries=arrays.packed,
+            packed_new=arrays.packed_new,
+            total_q=math.prod(arrays.full["q"][:2]),
+            scales=others.scales,
+            rotary=rotary,
+        ),
+    )
+    signature = Signature(
+        problem, arrays.rank, arrays.layouts(), return_lse, options
+    )
+    return _with_memory(signature, seen)
+
+
+def _check_together(given: set[str]) -> None:
+    """Check the arguments that require or exclude one another."""
+    for name, needed, why in _PARTNERS:
+        if name in given and needed not in given:
+            raise ValueRangeError(
+                f"{name} is given without {needed}, expected {needed} too: "
+                f"{why}"
+            )
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        if {name, "page_table"} <= given:
+            raise UnsupportedError(
+                f"{name} is given with page_table, expected one of them: "
+                "a page table tells where each token is, from the first on"
+            )
+
+
+# Memory that is written to ---------------------------------------------------
+
+
+def _with_memory(signature: Signature, seen: tuple[tuple, ...]) -> Checked:
+    names = tuple(name for name, *_ in seen)
+    memory = tuple(
+        (tuple(shape), tuple(strides), np.dtype(dtype).itemsize)
+        for _, shape, strides, dtype, *_ in seen
+    )
+    targets = ("out", *(CACHES if "k_new" in names else ()))
+    written = tuple(i for i, name in enumerate(names) if name in targets)
+    for i in written:
+        check_elements_apart(names[i], *memory[i])
+    spans = tuple(span(*x) for x in memory)
+    return Checked(signature, names, memory, spans, written)
+
+
+# Addresses repeat: see `execute`.
+@remembered
+def check_apart(checked: Checked, starts: tuple[int, ...]) -> None:
+    """Check that what is written shares no memory with another array."""
+    ends = [
+        (start + low, start + high)
+        for start, (low, high) in zip(starts, checked.spans, strict=True)
+    ]
+    for i in checked.written:
+        first, end = ends[i]
+        for j, (other_first, other_end) in enumerate(ends):
+            if first < other_end and other_first < end and i != j:
+                distance = starts[j] - starts[i]
+                if _overlap(checked.memory[i], checked.memory[j], distance):
+                    raise shares_memory(checked.names[i], checked.names[j])
+
+
+@remembered
+def _overlap(memory: tuple, other: tuple, distance: int) -> bool:
+    """Whether two arrays, `distance` bytes apart, share an element.
+
+    Cached: the answer takes long for caches that lie between each other, such
+    as k and v of one array, and is the same in each call.
+    """
+    start = 2**62  # no address is negative
+    return np.shares_memory(
+        addresses(start, *memory), addresses(start + distance, *other)
+    )

@@ -1,0 +1,211 @@
+"""The arguments of `cuflash.apply_rotary`, and tables of cos and sin."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from cuflash.errors import DTypeError, ShapeError, ValueRangeError
+from cuflash.request import checks
+from cuflash.request.options import (
+    broadcast_strides,
+    broadcasts,
+    check_integers,
+)
+from cuflash.request.problem import Call, Layout, Problem, Rotary, Signature
+from cuflash.request.validate.arrays import AXES, Arrays, axes_in_words
+from cuflash.request.validate.descriptions import describe, remembered
+from cuflash.request.validate.devices import check_one_device
+from cuflash.request.validate.host_values import on_host
+from cuflash.request.validate.memory import check_apart, is_same
+
+
+def apply_rotary(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    positions: Any = None,
+    interleaved: Any = False,
+    inverse: Any = False,
+    out: Any = None,
+) -> Call:
+    """Check the arguments of `cuflash.apply_rotary`; see there."""
+    given = {"x": x}
+    tables = {"cos": cos, "sin": sin}
+    if positions is not None:
+        tables["positions"] = positions
+    arrays = given if out is None else {**given, "out": out}
+    signature = _rotary(
+        describe(arrays),
+        describe(tables),
+        checks.flag("interleaved", interleaved),
+        checks.flag("inverse", inverse),
+    )
+    if out is not None:
+        read = tables if is_same(x, out) else {**given, **tables}
+        check_apart({"out": out}, read)
+    return Call(signature, given, out, tables)
+
+
+@remembered
+def _rotary(
+    seen: tuple[tuple, ...],
+    tables: tuple[tuple, ...],
+    interleaved: bool,
+    inverse: bool,
+) -> Signature:
+    """Check an apply_rotary call."""
+    check_one_device(seen + tables)
+    arrays = Arrays(seen)
+    if "out" in arrays.shapes:
+        arrays.check_same("out", AXES, "x")
+    arrays.check_lengths("x")
+    arrays.check_head_dim("x")
+    batch, seqlen, num_heads, head_dim = arrays.full["x"]
+    dtypes = {name: np.dtype(x).name for name, _, _, x, *_ in tables}
+    layouts = _check_tables(arrays, tables)
+    num_positions, num_pairs = layouts["cos"].shape
+    if "positions" not in layouts and seqlen > num_positions:
+        raise ShapeError(
+            f"cos has {num_positions} rows, expected at least {seqlen}, x's "
+            "seqlen: without positions, tokens are at 0, 1, 2, ..."
+        )
+    problem = Problem(
+        direction="rotary",
+        dtype=arrays.dtype,
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_k=0,
+        num_heads_q=num_heads,
+        num_heads_kv=num_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        scale=1.0,
+        rotary=Rotary(
+            2 * num_pairs,
+            num_positions,
+            dtypes["cos"],
+            _index_of(layouts.get("positions")),
+            interleaved,
+            inverse,
+        ),
+    )
+    return Signature(problem, arrays.rank, arrays.layouts(), options=layouts)
+
+
+def _check_tables(
+    arrays: Arrays, tables: tuple[tuple, ...]
+) -> dict[str, Layout]:
+    """The layouts of cos and sin, and of positions, (batch, seqlen)."""
+    layouts = check_cos_and_sin(arrays, tables[:2])
+    for name, shape, strides, dtype, offset, _ in tables[2:]:
+        check_integers(name, dtype)
+        full = arrays.full["x"][:2]
+        _check_positions_shape(tuple(shape), full, arrays.rank)
+        strides = broadcast_strides(tuple(shape), tuple(strides), full)
+        layouts[name] = Layout(full, strides, dtype, offset)
+    return layouts
+
+
+def _index_of(positions: Layout | None) -> Literal["int32", "int64"] | None:
+    """The dtype in which kernels read positions; see `layouts.by_element`."""
+    if positions is None:
+        return None
+    return "int32" if positions.dtype.name == "int32" else "int64"
+
+
+def check_cos_and_sin(
+    arrays: Arrays, tables: tuple[tuple, ...]
+) -> dict[str, Layout]:
+    """The layouts of two tables that rotate the first array."""
+    layouts: dict[str, Layout] = {}
+    own = "float64" if arrays.dtype == "float64" else "float32"
+    floats = tuple(dict.fromkeys((own, arrays.dtype)))
+    x = arrays.first
+    for name, shape, strides, dtype, offset, _ in tables:
+        why = f" as {x} has dtype {arrays.dtype}"
+        _check_table_dtype(name, dtype, floats, why)
+        _check_table_shape(name, tuple(shape), x, arrays.shapes[x])
+        layouts[name] = Layout(tuple(shape), tuple(strides), dtype, offset)
+    (first, cos), (second, sin) = layouts.items()
+    if sin.dtype.name != cos.dtype.name:
+        raise DTypeError(
+            f"{second} has dtype {sin.dtype.name}, expected "
+            f"{cos.dtype.name} as {first}"
+        )
+    if sin.shape != cos.shape:
+        raise ShapeError(
+            f"{second} has shape {sin.shape}, expected {cos.shape} as "
+            f"{first} ({_LAYOUT_OF_TABLES})"
+        )
+    return layouts
+
+
+_LAYOUT_OF_TABLES = "layout is (num_positions, rotary_dim / 2)"
+
+
+def _check_table_dtype(
+    name: str, dtype: Any, expected: tuple[str, ...], why: str
+) -> None:
+    got = np.dtype(dtype).name
+    if got not in expected:
+        raise DTypeError(
+            f"{name} has dtype {got}, expected {' or '.join(expected)}{why}"
+        )
+
+
+def _check_table_shape(
+    name: str, shape: tuple[int, ...], x: str, full: tuple[int, ...]
+) -> None:
+    if len(shape) != 2:
+        one = len(shape) == 3 and shape[0] == 1
+        raise ShapeError(
+            f"{name} has {axes_in_words(len(shape))}, expected 2 "
+            f"({name} {shape}; {_LAYOUT_OF_TABLES})"
+            f"{f': pass {name}[0]' if one else ''}"
+        )
+    if 2 * shape[1] > full[-1]:
+        twice = shape[1] % 2 == 0 and shape[1] <= full[-1]
+        advice = (
+            f"; if it holds each angle twice, as in Transformers, pass "
+            f"{name}[..., :{shape[1] // 2}]"
+        )
+        raise ShapeError(
+            f"{name} has {shape[1]} columns, expected at most "
+            f"{full[-1] // 2}: rotary_dim is twice as many, and at most "
+            f"{x}'s head_dim {full[-1]} ({x} {full}, {name} {shape})"
+            f"{advice if twice else ''}"
+        )
+
+
+def _check_positions_shape(
+    shape: tuple[int, ...], full: tuple[int, ...], rank: int
+) -> None:
+    words = "(batch, seqlen)" if rank == 4 else "(seqlen,)"
+    full = full if rank == 4 else full[1:]
+    if not broadcasts(shape, full):
+        raise ShapeError(
+            f"positions has shape {shape}, expected one that broadcasts to "
+            f"{full} as in x (layout is {words})"
+        )
+
+
+def positions(call: Call) -> None:
+    """Raise ValueRangeError if a position is not a row of cos and sin.
+
+    It reads the positions, so it waits for the device.
+    """
+    given, rotary = call.options.get("positions"), call.problem.rotary
+    if given is None or rotary is None:
+        return
+    values = on_host(given)
+    bad = (values < 0) | (values >= rotary.num_positions)
+    if bad.any():
+        index = np.unravel_index(bad.argmax(), bad.shape)
+        at = ", ".join(map(str, index))
+        raise ValueRangeError(
+            f"positions[{at}] is {values[index]}, expected 0 to less than "
+            f"{rotary.num_positions}, the rows of cos"
+        )
