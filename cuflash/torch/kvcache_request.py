@@ -8,9 +8,9 @@ import torch
 
 from cuflash.api import kvcache as api_kvcache
 from cuflash.launch import kvcache as execute_kvcache
-from cuflash.request.problem import Call, strip, strip_lse
+from cuflash.request.problem import Call, Signature, strip, strip_lse
 from cuflash.request.validate import kvcache as validate_kvcache
-from cuflash.request.validate import kvcache_values
+from cuflash.request.validate import kvcache_values, memory
 
 from . import request
 from .dtypes import from_numpy, to_numpy
@@ -64,13 +64,12 @@ def _call(
 ) -> Call:
     described = [describe(name, x) for name, x in tensors.items()]
     values = (x for item in numbers.items() for x in item)
-    found = checked(
+    signature, places = checked(
         _check, tuple(described), "by_int", length is not None, *values
     )
-    if found.written:
+    if places.pairs:
         starts = tuple([x.data_ptr() for x in tensors.values()])
-        validate_kvcache.check_apart(found, starts)
-    signature = found.signature
+        memory.check_pairs(places, starts)
     before = signature.problem.seqlen_k
     if length is not None:
         before = validate_kvcache.length_of(length, signature.problem)
@@ -83,7 +82,7 @@ def _call(
     return call
 
 
-def _check(by_int: bool, **arguments: Any) -> validate_kvcache.Checked:
+def _check(by_int: bool, **arguments: Any) -> tuple[Signature, memory.Memory]:
     arrays = {n: x for n, x in arguments.items() if isinstance(x, Shown)}
     others = {n: x for n, x in arguments.items() if n not in arrays}
     return validate_kvcache.check_call(arrays, by_int, **others)

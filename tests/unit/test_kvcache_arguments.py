@@ -699,6 +699,16 @@ def test_memory_that_is_written_is_apart(written, other):
     )
 
 
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+def test_out_and_a_cache_are_both_written(cache):
+    given = growing()
+    given["out"] = given[cache].reshape(-1)[: zeros(*Q).size].reshape(Q)
+    assert complaint(ValueRangeError, given) == (
+        f"{cache} shares memory with out, expected separate memory: both are "
+        "written"
+    )
+
+
 def test_caches_that_share_memory():
     given = growing()
     given["v_cache"] = given["k_cache"][:]

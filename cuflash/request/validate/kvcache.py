@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,7 @@ from cuflash.request.validate.kvcache_arrays import (
     CacheArrays,
     Others,
 )
-from cuflash.request.validate.memory import (
-    addresses,
-    check_elements_apart,
-    shares_memory,
-    span,
-)
+from cuflash.request.validate.memory import Memory, check_pairs, memory_of
 from cuflash.request.validate.scalars import (
     bounds_that_mask,
     default_scale,
@@ -55,28 +49,6 @@ _PARTNERS = (
     ("v_scale", "k_scale", "both caches are float8"),
     ("max_seqlen_q", "cu_seqlens_q", "it bounds the lengths of packed q"),
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Checked:
-    """A signature, and where its arrays lie from their addresses.
-
-    Attributes
-    ----------
-    signature : Signature
-    names : tuple of str
-    memory : tuple of (shape, strides, itemsize)
-    spans : tuple of (int, int)
-        The bytes [low, high) of each array; see `memory.span`.
-    written : tuple of int
-        The indices of the arrays that the call writes.
-    """
-
-    signature: Signature
-    names: tuple[str, ...]
-    memory: tuple[tuple, ...]
-    spans: tuple[tuple[int, int], ...]
-    written: tuple[int, ...]
 
 
 def forward_kvcache(
@@ -113,7 +85,7 @@ def forward_kvcache(
     arrays = {**given, **options}
     if out is not None:
         arrays["out"] = out
-    checked = check_call(
+    signature, memory = check_call(
         arrays,
         by_int,
         max_seqlen_q=max_seqlen_q,
@@ -125,9 +97,8 @@ def forward_kvcache(
         num_splits=num_splits,
         return_lse=return_lse,
     )
-    if checked.written:
-        check_apart(checked, tuple(map(address, arrays.values())))
-    signature = checked.signature
+    if memory.pairs:
+        check_pairs(memory, tuple(map(address, arrays.values())))
     length = signature.problem.seqlen_k
     if by_int:
         length = length_of(cache_seqlens, signature.problem)
@@ -146,7 +117,7 @@ def check_call(
     softcap: Any = None,
     num_splits: Any = None,
     return_lse: Any = False,
-) -> Checked:
+) -> tuple[Signature, Memory]:
     """Check all but where the arrays lie, and a length that is an int.
 
     Parameters
@@ -259,7 +230,7 @@ def _checked(
     softcap: float,
     num_splits: int | None,
     return_lse: bool,
-) -> Checked:
+) -> tuple[Signature, Memory]:
     """Check a call; nothing here depends on the data."""
     check_one_device(seen)
     by_name = {x[0]: x for x in seen}
@@ -338,7 +309,16 @@ def _checked(
     signature = Signature(
         problem, arrays.rank, arrays.layouts(), return_lse, options
     )
-    return _with_memory(signature, seen)
+    return signature, _memory_of(seen)
+
+
+def _memory_of(seen: tuple[tuple, ...]) -> Memory:
+    """Results and caches to which tokens are appended share no memory."""
+    names = [name for name, *_ in seen]
+    targets = ("out", *(CACHES if "k_new" in names else ()))
+    written = [i for i, name in enumerate(names) if name in targets]
+    pairs = ((i, j) for i in written for j in range(len(seen)) if i != j)
+    return memory_of(seen, [*zip(written, written, strict=True), *pairs])
 
 
 def _check_together(given: set[str]) -> None:
@@ -355,50 +335,3 @@ def _check_together(given: set[str]) -> None:
                 f"{name} is given with page_table, expected one of them: "
                 "a page table tells where each token is, from the first on"
             )
-
-
-# Memory that is written to ---------------------------------------------------
-
-
-def _with_memory(signature: Signature, seen: tuple[tuple, ...]) -> Checked:
-    names = tuple(name for name, *_ in seen)
-    memory = tuple(
-        (tuple(shape), tuple(strides), np.dtype(dtype).itemsize)
-        for _, shape, strides, dtype, *_ in seen
-    )
-    targets = ("out", *(CACHES if "k_new" in names else ()))
-    written = tuple(i for i, name in enumerate(names) if name in targets)
-    for i in written:
-        check_elements_apart(names[i], *memory[i])
-    spans = tuple(span(*x) for x in memory)
-    return Checked(signature, names, memory, spans, written)
-
-
-# Addresses repeat: see `execute`.
-@remembered
-def check_apart(checked: Checked, starts: tuple[int, ...]) -> None:
-    """Check that what is written shares no memory with another array."""
-    ends = [
-        (start + low, start + high)
-        for start, (low, high) in zip(starts, checked.spans, strict=True)
-    ]
-    for i in checked.written:
-        first, end = ends[i]
-        for j, (other_first, other_end) in enumerate(ends):
-            if first < other_end and other_first < end and i != j:
-                distance = starts[j] - starts[i]
-                if _overlap(checked.memory[i], checked.memory[j], distance):
-                    raise shares_memory(checked.names[i], checked.names[j])
-
-
-@remembered
-def _overlap(memory: tuple, other: tuple, distance: int) -> bool:
-    """Whether two arrays, `distance` bytes apart, share an element.
-
-    Cached: the answer takes long for caches that lie between each other, such
-    as k and v of one array, and is the same in each call.
-    """
-    start = 2**62  # no address is negative
-    return np.shares_memory(
-        addresses(start, *memory), addresses(start + distance, *other)
-    )

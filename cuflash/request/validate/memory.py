@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cuflash.errors import ValueRangeError
-from cuflash.request.validate.descriptions import address, remembered
+from cuflash.request.validate.descriptions import address, describe, remembered
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Where the arrays of a call lie, from their addresses.
+
+    Attributes
+    ----------
+    names : tuple of str
+    arrays : tuple of (shape, strides, itemsize)
+    spans : tuple of (int, int)
+        The bytes [low, high) of each array; see `_span`.
+    pairs : tuple of (int, int)
+        What shares no memory, in the order of checks: first an array that is
+        written, then another, or the same, whose elements lie apart.
+    """
+
+    names: tuple[str, ...]
+    arrays: tuple[tuple, ...]
+    spans: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, int], ...]
+
+
+def memory_of(
+    seen: tuple[tuple, ...], pairs: Iterable[tuple[int, int]]
+) -> Memory:
+    """Where the arrays of `describe` lie, of which pairs share no memory."""
+    names = tuple(name for name, *_ in seen)
+    arrays = tuple(
+        (tuple(shape), tuple(strides), np.dtype(dtype).itemsize)
+        for _, shape, strides, dtype, *_ in seen
+    )
+    spans = tuple(_span(*x) for x in arrays)
+    return Memory(names, arrays, spans, tuple(pairs))
 
 
 def check_apart(written: dict[str, Any], read: dict[str, Any]) -> None:
@@ -16,30 +52,39 @@ def check_apart(written: dict[str, Any], read: dict[str, Any]) -> None:
     Otherwise kernels would overwrite an input that other rows still read.
     Nor may elements of one result overlap.
     """
-    others = {name: (*_bounds(x), x) for name, x in read.items()}
-    for name, out in written.items():
-        first, end = _bounds(out)
-        for other, (other_first, other_end, x) in others.items():
-            if first >= other_end or other_first >= end:
-                continue
-            if np.shares_memory(_addresses(out), _addresses(x)):
-                raise shares_memory(name, other, both=other in written)
-        check_elements_apart(name, out.shape, out.strides, out.dtype.itemsize)
-        others[name] = first, end, out
+    arrays = {**read, **written}
+    memory = _with_results(describe(arrays), len(read))
+    check_pairs(memory, tuple(map(address, arrays.values())))
 
 
-def shares_memory(
-    written: str, name: str, both: bool = False
-) -> ValueRangeError:
-    """The error for an array that shares memory with one that is written.
+@remembered
+def _with_results(seen: tuple[tuple, ...], first: int) -> Memory:
+    """The arrays from `first` on are written."""
+    results = range(first, len(seen))
+    return memory_of(seen, ((i, j) for i in results for j in range(i + 1)))
 
-    `both`: the other is written too.
-    """
-    why = "both are" if both else f"{name} is read while {written} is"
-    return ValueRangeError(
-        f"{written} shares memory with {name}, expected separate memory: "
-        f"{why} written"
-    )
+
+# Addresses repeat: see `launch`.
+@remembered
+def check_pairs(memory: Memory, starts: tuple[int, ...]) -> None:
+    """Check that pairs of arrays at these addresses share no memory."""
+    names, arrays = memory.names, memory.arrays
+    ends = [
+        (start + low, start + high)
+        for start, (low, high) in zip(starts, memory.spans, strict=True)
+    ]
+    for i, j in memory.pairs:
+        if i == j:
+            check_elements_apart(names[i], *arrays[i])
+        elif ends[i][0] < ends[j][1] and ends[j][0] < ends[i][1]:
+            if _overlap(arrays[i], arrays[j], starts[j] - starts[i]):
+                both = any(j == k for k, _ in memory.pairs)
+                one, other = names[i], names[j]
+                why = "both are" if both else f"{other} is read while {one} is"
+                raise ValueRangeError(
+                    f"{one} shares memory with {other}, expected separate "
+                    f"memory: {why} written"
+                )
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -72,14 +117,7 @@ def check_elements_apart(
         span += stride * (size - 1)
 
 
-def _bounds(array: Any) -> tuple[int, int]:
-    """The address of an array's lowest byte, and one past its highest."""
-    first = address(array)
-    low, high = span(array.shape, array.strides, array.dtype.itemsize)
-    return first + low, first + high
-
-
-def span(
+def _span(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> tuple[int, int]:
     """The bytes [low, high) of an array, from its first element's address."""
@@ -90,6 +128,20 @@ def span(
         else:
             high += stride * (size - 1)
     return low, high + itemsize
+
+
+@remembered
+def _overlap(memory: tuple, other: tuple, distance: int) -> bool:
+    """Whether two arrays, `distance` bytes apart, share an element.
+
+    Cached: the answer takes long for caches that lie between each other, such
+    as k and v of one array, and is the same in each call.
+    """
+    start = 2**62  # no address is negative
+    one = np.asarray(_Addresses(start, *memory))
+    return np.shares_memory(
+        one, np.asarray(_Addresses(start + distance, *other))
+    )
 
 
 class _Addresses:
@@ -106,22 +158,6 @@ class _Addresses:
             "version": 3,
             "data": (first, True),
             "typestr": f"|V{itemsize}",
-            "shape": tuple(shape),
-            "strides": tuple(strides),
+            "shape": shape,
+            "strides": strides,
         }
-
-
-def _addresses(array: Any) -> np.ndarray:
-    return addresses(
-        address(array), array.shape, array.strides, array.dtype.itemsize
-    )
-
-
-def addresses(
-    first: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    itemsize: int,
-) -> np.ndarray:
-    """An array with these addresses, for np.shares_memory alone."""
-    return np.asarray(_Addresses(first, shape, strides, itemsize))
