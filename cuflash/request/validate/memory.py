@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.errors import ValueRangeError
-from cuflash.request.validate.descriptions import address, describe, remembered
+from cuflash.request.validate.descriptions import address, remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Memory:
 def memory_of(
     seen: tuple[tuple, ...], pairs: Iterable[tuple[int, int]]
 ) -> Memory:
-    """Where the arrays of `describe` lie, of which pairs share no memory."""
+    """Where arrays lie; each of `seen` begins as those of `describe` do."""
     names = tuple(name for name, *_ in seen)
     arrays = tuple(
         (tuple(shape), tuple(strides), np.dtype(dtype).itemsize)
@@ -53,7 +53,10 @@ def check_apart(written: dict[str, Any], read: dict[str, Any]) -> None:
     Nor may elements of one result overlap.
     """
     arrays = {**read, **written}
-    memory = _with_results(describe(arrays), len(read))
+    seen = tuple([
+        (name, x.shape, x.strides, x.dtype) for name, x in arrays.items()
+    ])  # fmt: skip
+    memory = _with_results(seen, len(read))
     check_pairs(memory, tuple(map(address, arrays.values())))
 
 
