@@ -30,7 +30,7 @@ def window(name: str, given: Any) -> tuple[int | None, int | None]:
     for bound in given:
         if bound is None:
             continue
-        if isinstance(bound, bool) or not isinstance(bound, numbers.Integral):
+        if not _is_integer(bound):
             raise DTypeError(
                 f"{name} has a bound {in_words(bound)}, expected an int, or "
                 "None for no bound"
@@ -68,31 +68,51 @@ def dropout(name: str, given: Any) -> float:
     return value
 
 
-def real(name: str, x: Any) -> float:
-    """A finite real number."""
+def real(name: str, x: Any, cure: str | None = None, why: str = "") -> float:
+    """A finite real number; `cure` and `why` end the errors."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        cure = _item(name, x) if cure is None else cure
         raise DTypeError(
-            f"{name} is {in_words(x)}, expected a real number{_item(name, x)}"
+            f"{name} is {in_words(x)}, expected a real number{cure}"
         )
     try:
         value = float(x)
     except OverflowError:  # an int beyond float64
         value = math.inf
     if not math.isfinite(value):
-        raise ValueRangeError(f"{name} is {x}, expected a finite number")
+        raise ValueRangeError(f"{name} is {x}, expected a finite number{why}")
     return value
 
 
-def whole(name: str, x: Any, low: int, high: int) -> int:
-    """An int from low to high."""
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
-        raise DTypeError(
-            f"{name} is {in_words(x)}, expected an int{_item(name, x)}"
-        )
+def whole(
+    name: str,
+    x: Any,
+    low: int,
+    high: int | None,
+    cure: str | None = None,
+    why: str = "",
+) -> int:
+    """An int from low to high; `cure` and `why` end the errors."""
+    if not _is_integer(x):
+        cure = _item(name, x) if cure is None else cure
+        raise DTypeError(f"{name} is {in_words(x)}, expected an int{cure}")
     value = int(x)
-    if not low <= value <= high:
-        raise ValueRangeError(f"{name} is {value}, expected {low} to {high}")
+    if value < low or high is not None and value > high:
+        known = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ValueRangeError(f"{name} is {value}, expected {known}{why}")
     return value
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def check_partner(name: str, needed: str, given: Any, why: str) -> None:
+    """Raise ValueRangeError unless what `name` needs is given too."""
+    if needed not in given:
+        raise ValueRangeError(
+            f"{name} is given without {needed}, expected {needed} too: {why}"
+        )
 
 
 def flag(name: str, given: Any) -> bool:

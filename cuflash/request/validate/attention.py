@@ -19,11 +19,10 @@ from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.memory import check_apart
 from cuflash.request.validate.scalars import (
-    block_of,
+    Scalars,
     bounds_that_mask,
     default_scale,
-    precision_of,
-    scale_of,
+    scalars_of,
     splits_of,
 )
 
@@ -53,11 +52,7 @@ def forward(
     signature = signature_of(
         "forward",
         describe(arrays),
-        scale_of(scale),
-        checks.flag("causal", causal),
-        block_of("block_q", block_q),
-        block_of("block_k", block_k),
-        precision_of(precision),
+        scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
         num_splits=splits_of(num_splits),
         return_lse=checks.flag("return_lse", return_lse),
@@ -101,11 +96,7 @@ def backward(
     signature = signature_of(
         "backward",
         describe({**given, **written}),
-        scale_of(scale),
-        checks.flag("causal", causal),
-        block_of("block_q", block_q),
-        block_of("block_k", block_k),
-        precision_of(precision),
+        scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
         deterministic=checks.flag("deterministic", deterministic),
     )
@@ -132,11 +123,7 @@ def split_options(
 def signature_of(
     direction: Literal["forward", "backward", "jvp", "double_backward"],
     seen: tuple[tuple, ...],
-    scale: float | None,
-    causal: bool,
-    block_q: int | None,
-    block_k: int | None,
-    precision: Literal["tf32x3"] | None,
+    scalars: Scalars,
     asked: Numbers,
     seen_options: tuple[tuple, ...],
     *,
@@ -149,6 +136,7 @@ def signature_of(
     Or a jvp call but for its tangents, or a double_backward call.
     """
     check_one_device(seen + seen_options)
+    scale, causal, block_q, block_k, precision = scalars
     numbers_asked = dict(asked)
     arrays = Arrays(seen)
     arrays.check_same("k", ("batch", "head_dim"), "q")

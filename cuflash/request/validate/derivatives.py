@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cuflash.errors import DTypeError, ShapeError, ValueRangeError
+from cuflash.errors import DTypeError, ShapeError
 from cuflash.request import checks
 from cuflash.request.options import Numbers, broadcast_strides
 from cuflash.request.problem import Call, Layout, Signature, Tangents
@@ -20,7 +20,7 @@ from cuflash.request.validate.arrays import in_full_rank
 from cuflash.request.validate.attention import signature_of, split_options
 from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
-from cuflash.request.validate.scalars import block_of, precision_of, scale_of
+from cuflash.request.validate.scalars import Scalars, scalars_of
 
 # The argument names of tangents and cotangents, by what they move.
 TANGENTS = {
@@ -37,6 +37,7 @@ COTANGENTS = {
     "bias": "ddbias",
     "sink": "ddsink",
 }
+_ALONE = "it has no effect alone"
 
 
 def jvp(
@@ -62,11 +63,7 @@ def jvp(
     signature = _signature(
         "jvp",
         describe(given),
-        scale_of(scale),
-        checks.flag("causal", causal),
-        block_of("block_q", block_q),
-        block_of("block_k", block_k),
-        precision_of(precision),
+        scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
         _describe(moved, TANGENTS),
         return_lse=checks.flag("return_lse", return_lse),
@@ -112,11 +109,7 @@ def double_backward(
     signature = _signature(
         "double_backward",
         describe(given),
-        scale_of(scale),
-        checks.flag("causal", causal),
-        block_of("block_q", block_q),
-        block_of("block_k", block_k),
-        precision_of(precision),
+        scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
         _describe(moved, COTANGENTS),
         deterministic=checks.flag("deterministic", deterministic),
@@ -133,7 +126,7 @@ def _tangents_of(
     moved = {x: others[name] for x, name in names.items() if name in others}
     for what in ("bias", "sink"):
         if what in moved:
-            _check_there(names[what], what, options)
+            checks.check_partner(names[what], what, options, _ALONE)
     return moved, options
 
 
@@ -141,16 +134,9 @@ def _wanted(name: str, flag: Any, options: Mapping[str, Any]) -> bool:
     """Check a flag that asks for d2bias or d2sink."""
     wanted = checks.flag(name, flag)
     if wanted:
-        _check_there(name, name.removeprefix("return_d2"), options)
+        what = name.removeprefix("return_d2")
+        checks.check_partner(name, what, options, _ALONE)
     return wanted
-
-
-def _check_there(name: str, what: str, options: Mapping[str, Any]) -> None:
-    if what not in options:
-        raise ValueRangeError(
-            f"{name} is given without {what}, expected {what} too: it has no "
-            "effect alone"
-        )
 
 
 def _describe(
@@ -165,11 +151,7 @@ def _describe(
 def _signature(
     direction: Literal["jvp", "double_backward"],
     seen: tuple[tuple, ...],
-    scale: float | None,
-    causal: bool,
-    block_q: int | None,
-    block_k: int | None,
-    precision: Literal["tf32x3"] | None,
+    scalars: Scalars,
     asked: Numbers,
     seen_options: tuple[tuple, ...],
     seen_tangents: tuple[tuple, ...],
@@ -182,11 +164,7 @@ def _signature(
     signature = signature_of(
         direction,
         seen,
-        scale,
-        causal,
-        block_q,
-        block_k,
-        precision,
+        scalars,
         asked,
         seen_options,
         deterministic=deterministic,

@@ -324,11 +324,8 @@ def _memory_of(seen: tuple[tuple, ...]) -> Memory:
 def _check_together(given: set[str]) -> None:
     """Check the arguments that require or exclude one another."""
     for name, needed, why in _PARTNERS:
-        if name in given and needed not in given:
-            raise ValueRangeError(
-                f"{name} is given without {needed}, expected {needed} too: "
-                f"{why}"
-            )
+        if name in given:
+            checks.check_partner(name, needed, given, why)
     for name in ("cache_batch_idx", "cache_leftpad"):
         if {name, "page_table"} <= given:
             raise UnsupportedError(

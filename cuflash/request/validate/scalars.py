@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, Literal
 
-from cuflash.errors import DTypeError, ValueRangeError, in_words
+from cuflash.errors import ValueRangeError, in_words
+from cuflash.request import checks
 from cuflash.request.problem import MAX_SPLITS
 
 PRECISIONS = ("tf32x3",)
@@ -16,35 +16,36 @@ PRECISIONS = ("tf32x3",)
 MAX_SCALE = 1e38
 
 
+# Scale, causal, block_q, block_k and precision, checked.
+Scalars = tuple[
+    float | None, bool, int | None, int | None, Literal["tf32x3"] | None
+]
+
+
+def scalars_of(
+    scale: Any, causal: Any, block_q: Any, block_k: Any, precision: Any
+) -> Scalars:
+    """Check what all calls on q, k and v have."""
+    return (
+        scale_of(scale),
+        checks.flag("causal", causal),
+        None if block_q is None else _block_of("block_q", block_q),
+        None if block_k is None else _block_of("block_k", block_k),
+        None if precision is None else _precision_of(precision),
+    )
+
+
 def scale_of(scale: Any) -> float | None:
     """Check `scale`: a finite number, or None."""
     if scale is None:
         return None
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise DTypeError(
-            f"scale is {in_words(scale)}, expected a real number, or None for "
-            f"head_dim ** -0.5{_scale_as_number(scale)}"
-        )
-    try:
-        value = float(scale)
-    except OverflowError:  # an int beyond float64
-        value = math.inf
-    if not math.isfinite(value):
-        raise ValueRangeError(
-            f"scale is {scale}, expected a finite number: it multiplies "
-            "every score"
-        )
-    return value
-
-
-def _scale_as_number(scale: Any) -> str:
-    """What to do with a scale that is an array."""
-    if not hasattr(scale, "shape"):
-        return ""
-    scaled = "pass scale=1 and q * scale"
-    if math.prod(scale.shape) == 1:
-        return f": pass scale.item(); if it has a gradient, {scaled}"
-    return f": {scaled}"
+    cure = ", or None for head_dim ** -0.5"
+    if hasattr(scale, "shape"):
+        scaled = "pass scale=1 and q * scale"
+        if math.prod(scale.shape) == 1:
+            scaled = f"pass scale.item(); if it has a gradient, {scaled}"
+        cure += f": {scaled}"
+    return checks.real("scale", scale, cure, ": it multiplies every score")
 
 
 def default_scale(scale: float | None, head_dim: int, dtype: str) -> float:
@@ -59,8 +60,8 @@ def default_scale(scale: float | None, head_dim: int, dtype: str) -> float:
     return scale
 
 
-def precision_of(precision: Any) -> Literal["tf32x3"] | None:
-    if precision is not None and precision not in PRECISIONS:
+def _precision_of(precision: Any) -> Literal["tf32x3"]:
+    if precision not in PRECISIONS:
         raise ValueRangeError(
             f"precision is {in_words(precision)}, expected "
             f"{' or '.join(map(repr, PRECISIONS))}, or None for the "
@@ -73,37 +74,15 @@ def splits_of(num_splits: Any) -> int | None:
     """Check `num_splits`: an int in range, or None."""
     if num_splits is None:
         return None
-    if isinstance(num_splits, bool) or not isinstance(
-        num_splits, numbers.Integral
-    ):
-        raise DTypeError(
-            f"num_splits is {in_words(num_splits)}, expected an int, or None "
-            "for the fastest number"
-        )
-    value = int(num_splits)
-    if not 1 <= value <= MAX_SPLITS:
-        raise ValueRangeError(
-            f"num_splits is {value}, expected 1 to {MAX_SPLITS}: it counts the"
-            " parts into which the keys of a head are cut"
-        )
-    return value
+    cure = ", or None for the fastest number"
+    why = ": it counts the parts into which the keys of a head are cut"
+    return checks.whole("num_splits", num_splits, 1, MAX_SPLITS, cure, why)
 
 
-def block_of(name: str, block: Any) -> int | None:
-    if block is None:
-        return None
-    if isinstance(block, bool) or not isinstance(block, numbers.Integral):
-        raise DTypeError(
-            f"{name} is {in_words(block)}, expected an int, or None for the "
-            "tuned size"
-        )
-    value = int(block)
-    if value < 1:
-        raise ValueRangeError(
-            f"{name} is {value}, expected at least 1: it counts the tokens "
-            "of a tile"
-        )
-    return value
+def _block_of(name: str, block: Any) -> int:
+    cure = ", or None for the tuned size"
+    why = ": it counts the tokens of a tile"
+    return checks.whole(name, block, 1, None, cure, why)
 
 
 def bounds_that_mask(
