@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError, UnsupportedError
-from cuflash.request.problem import Layout
+from cuflash.request.problem import Layout, Problem
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -38,7 +40,7 @@ class Arrays:
 
     Attributes
     ----------
-    dtype : str
+    dtype, lse_dtype : str
     rank : int
         The rank of the first array; see `rank_of` for the others.
     shapes, full : dict
@@ -51,6 +53,7 @@ class Arrays:
         dtypes = {name: np.dtype(x).name for name, _, _, x, *_ in seen}
         self.first = first = next(iter(self.shapes))
         self.dtype = dtypes[first]
+        self.lse_dtype = "float64" if self.dtype == "float64" else "float32"
         self.rank = len(self.shapes[first])
         self.check_first()
         self.full = {}
@@ -90,10 +93,9 @@ class Arrays:
                     f"{self.first}: arrays of one call have one dtype"
                 )
             return
-        expected = "float64" if self.dtype == "float64" else "float32"
-        if got != expected:
+        if got != self.lse_dtype:
             raise DTypeError(
-                f"{name} has dtype {got}, expected {expected} as "
+                f"{name} has dtype {got}, expected {self.lse_dtype} as "
                 f"{self.first} has dtype {self.dtype}: lse is float32, and "
                 "float64 for float64 arrays"
             )
@@ -133,6 +135,25 @@ class Arrays:
             for name, _, strides, dtype, offset, _ in self.seen
         }
 
+    def problem_without_keys(
+        self, direction: Literal["merge", "rotary"], **fields: Any
+    ) -> Problem:
+        """A problem of the first array alone, which counts as queries."""
+        batch, seqlen, num_heads, head_dim = self.full[self.first]
+        return Problem(
+            direction=direction,
+            dtype=self.dtype,
+            batch=batch,
+            seqlen_q=seqlen,
+            seqlen_k=0,
+            num_heads_q=num_heads,
+            num_heads_kv=num_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            scale=1.0,
+            **fields,
+        )
+
     def check_same(self, name: str, axes: tuple[str, ...], other: str) -> None:
         """Check that `name` and `other` have the same size on each axis."""
         names, names_of_other = self.axes_of(name), self.axes_of(other)
@@ -155,7 +176,7 @@ class Arrays:
             return ""
         return f": pass {name}.swapaxes(-1, -2)"
 
-    def check_groups(self, k: str = "k") -> None:
+    def check_groups(self, k: str) -> None:
         """Check that each key head serves the same number of query heads."""
         num_heads_q, num_heads_kv = self.full["q"][2], self.full[k][2]
         if num_heads_q % num_heads_kv if num_heads_kv else num_heads_q:
@@ -180,6 +201,19 @@ class Arrays:
         if heads_k and heads_q and heads_q % heads_k == 0:
             return f": {cure}, {k}.swapaxes{axes}, if they are before"
         return ""
+
+    def check_sizes(self, k: str, v: str) -> None:
+        """Check heads, lengths and head dimensions of q, keys and values."""
+        self.check_groups(k)
+        for name in ("q", k):
+            self.check_lengths(name)
+        for name in ("q", v):
+            self.check_head_dim(name)
+
+    def check_like_out(self, name: str, v: str) -> None:
+        """Check that an array has the shape of out."""
+        self.check_same(name, (*self.axes_of("q")[:2], "heads"), "q")
+        self.check_same(name, ("head_dim",), v)
 
     def check_lengths(self, name: str) -> None:
         """Check that tokens, heads and batches can be counted in int32."""

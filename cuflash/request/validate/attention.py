@@ -141,15 +141,10 @@ def signature_of(
     arrays = Arrays(seen)
     arrays.check_same("k", ("batch", "head_dim"), "q")
     arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
-    arrays.check_groups()
-    arrays.check_lengths("q")
-    arrays.check_lengths("k")
-    arrays.check_head_dim("q")
-    arrays.check_head_dim("v")
+    arrays.check_sizes("k", "v")
     for name in ("out", "dout"):
         if name in arrays.shapes:
-            arrays.check_same(name, ("batch", "seqlen", "heads"), "q")
-            arrays.check_same(name, ("head_dim",), "v")
+            arrays.check_like_out(name, "v")
     for name in ("lse", "dlse"):
         if name in arrays.shapes:
             arrays.check_same(name, AXES_LSE, "q")
@@ -218,7 +213,7 @@ def _check_options(
             )
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, num_heads_q, arrays.rank, arrays.dtype,
-        "float64" if arrays.dtype == "float64" else "float32",
+        arrays.lse_dtype,
     )  # fmt: skip
     return check(seen, sizes)
 

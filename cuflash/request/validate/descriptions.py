@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.request.problem import ALIGNMENT
+from cuflash.request.options import broadcast_strides
+from cuflash.request.problem import ALIGNMENT, Layout
 
 # Typed, because 1 == 1.0 == True.
 remembered = functools.lru_cache(maxsize=4096, typed=True)
@@ -43,6 +44,15 @@ def describe(arrays: dict[str, Any]) -> tuple[tuple, ...]:
          (memory := x.data).ptr % ALIGNMENT, memory.device_id)
         for name, x in arrays.items()
     ])  # fmt: skip
+
+
+def layout_of(seen: tuple, full: tuple[int, ...] | None = None) -> Layout:
+    """A described array's layout, broadcast to the full shape."""
+    _, shape, strides, dtype, offset, _ = seen
+    shape, strides = tuple(shape), tuple(strides)
+    if full is not None:
+        strides = broadcast_strides(shape, strides, full)
+    return Layout(shape if full is None else full, strides, dtype, offset)
 
 
 def address(array: Any) -> int:

@@ -54,6 +54,13 @@ def on_host(array: Any) -> np.ndarray:
     return np.asarray(array.get() if hasattr(array, "get") else array)
 
 
+def first(bad: np.ndarray) -> tuple[int, ...] | None:
+    """The index of the first True."""
+    if not bad.any():
+        return None
+    return tuple(map(int, np.unravel_index(bad.argmax(), bad.shape)))
+
+
 def check_offsets(
     name: str, values: list[int], total: int, longest: int | None
 ) -> None:

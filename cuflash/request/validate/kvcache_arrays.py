@@ -13,8 +13,8 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.request.options import (
+    ARRAYS,
     Sizes,
-    broadcast_strides,
     check,
     check_array,
     check_integers,
@@ -26,6 +26,7 @@ from cuflash.request.validate.arrays import (
     Arrays,
     axes_in_words,
 )
+from cuflash.request.validate.descriptions import layout_of
 from cuflash.request.validate.rotary import check_cos_and_sin
 
 FLOAT8 = "float8_e4m3fn"
@@ -142,20 +143,14 @@ class CacheArrays(Arrays):
         slots = self.axes_of("k_cache")[:2]
         self.check_same("v_cache", (*slots, "heads"), "k_cache")
         self.check_same("k_cache", ("head_dim",), "q")
-        self.check_groups("k_cache")
-        self.check_lengths("q")
-        self.check_lengths("k_cache")
-        self.check_head_dim("q")
-        self.check_head_dim("v_cache")
+        self.check_sizes("k_cache", "v_cache")
         if self.paged and self.full["k_cache"][1] < 1:
             raise ShapeError(
                 "k_cache has page_size 0, expected at least 1 "
                 f"{self.words('k_cache')}"
             )
         if "out" in self.shapes:
-            tokens = self.axes_of("q")[:2]
-            self.check_same("out", (*tokens, "heads"), "q")
-            self.check_same("out", ("head_dim",), "v_cache")
+            self.check_like_out("out", "v_cache")
         if "k_new" in self.shapes:
             tokens = self.axes_of("k_new")[:2]
             self.check_same("v_new", tokens, "k_new")
@@ -186,15 +181,18 @@ class Others:
         self.arrays, self.by_name = arrays, by_name
         self.slots, rows, self.num_heads_kv, _ = arrays.full["k_cache"]
         self.batch, self.seqlen_q, self.num_heads_q, _ = arrays.full["q"]
+        self.max_pages, self.capacity = 0, rows
         self.layouts: dict[str, Layout] = {}
         if arrays.packed:
-            (ends,) = self._option("cu_seqlens_q").shape
+            name, shape, _, dtype, *_ = by_name["cu_seqlens_q"]
+            check_array(name, tuple(shape), dtype, self._sizes())
+            (ends,) = self._keep(name).shape
             self.batch = ends - 1
             if max_seqlen_q is not None:
                 self.seqlen_q = min(max_seqlen_q, self.seqlen_q)
-        self.max_pages, self.capacity = 0, rows
         if arrays.paged:
-            self.max_pages = self._page_table()
+            full, words = (self.batch, None), "(batch, max_pages)"
+            self.max_pages = self._index("page_table", full, words)[1]
             self.capacity = rows * self.max_pages
         self._check_capacity()
         self.seqlen_new = self._new()
@@ -206,40 +204,26 @@ class Others:
         if "rotary_cos" in by_name:
             tables = tuple(by_name[name] for name in _TABLES)
             self.layouts |= check_cos_and_sin(arrays, tables)
-        heads = tuple(
-            by_name[x] for x in ("alibi_slopes", "sink") if x in by_name
-        )
+        known = [x for x in ARRAYS if x in by_name and x not in self.layouts]
+        heads = tuple(by_name[x] for x in known)
         self.layouts |= check(heads, self._sizes())
 
     def _sizes(self) -> Sizes:
-        dtype = self.arrays.dtype
+        arrays = self.arrays
         return Sizes(
             self.batch,
             self.seqlen_q,
             self.capacity,
             self.num_heads_q,
-            self.arrays.rank,
-            dtype,
-            "float64" if dtype == "float64" else "float32",
-            self.batch if self.arrays.packed else None,
+            arrays.rank,
+            arrays.dtype,
+            arrays.lse_dtype,
+            self.batch if arrays.packed else None,
         )
-
-    def _option(self, name: str) -> Layout:
-        """Check an array by the table of options."""
-        _, shape, strides, dtype, offset, _ = self.by_name[name]
-        sizes = Sizes(
-            0, 0, 0, 0, self.arrays.rank, self.arrays.dtype, "float32"
-        )
-        check_array(name, tuple(shape), dtype, sizes)
-        return self._keep(name)
 
     def _keep(self, name: str, full: tuple[int, ...] | None = None) -> Layout:
         """Describe an array, broadcast to its full shape."""
-        _, shape, strides, dtype, offset, _ = self.by_name[name]
-        shape = tuple(shape)
-        full = shape if full is None else full
-        strides = broadcast_strides(shape, tuple(strides), full)
-        self.layouts[name] = Layout(full, strides, dtype, offset)
+        self.layouts[name] = layout_of(self.by_name[name], full)
         return self.layouts[name]
 
     def _index(
@@ -263,10 +247,6 @@ class Others:
             )
         self._keep(name)
         return shape
-
-    def _page_table(self) -> int:
-        words = "(batch, max_pages)"
-        return self._index("page_table", (self.batch, None), words)[1]
 
     def _check_capacity(self) -> None:
         if self.capacity <= MAX_LENGTH_OF_OPTIONS:

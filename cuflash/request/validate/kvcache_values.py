@@ -7,7 +7,7 @@ import numpy as np
 from cuflash.errors import ValueRangeError
 from cuflash.request.options import INDICES
 from cuflash.request.problem import Call, KVCache, Problem
-from cuflash.request.validate.host_values import check_offsets, on_host
+from cuflash.request.validate.host_values import check_offsets, first, on_host
 from cuflash.request.validate.kvcache import room
 
 
@@ -42,7 +42,7 @@ def values(call: Call) -> None:
         ("cache_leftpad", 2**31 - 1, "it counts tokens"),
     ):
         if name in given:
-            at = _first((given[name] < 0) | (given[name] > most))
+            at = first((given[name] < 0) | (given[name] > most))
             if at is not None:
                 raise ValueRangeError(
                     f"{name}[{at[0]}] is {given[name][at]}, expected 0 to "
@@ -55,7 +55,7 @@ def values(call: Call) -> None:
         ordered = p.causal or p.window != (None, None)
         turned = queries if ordered else np.minimum(queries, 1)
         last = before + np.maximum(new, turned)
-        at = _first((last > cache.rotary.num_positions) & (new + turned > 0))
+        at = first((last > cache.rotary.num_positions) & (new + turned > 0))
         if at is not None:
             rows = cache.rotary.num_positions
             raise ValueRangeError(
@@ -68,7 +68,7 @@ def values(call: Call) -> None:
 def _check_lengths(
     before: np.ndarray, new: np.ndarray, p: Problem, is_array: bool
 ) -> None:
-    at = _first((before < 0) | (before + new > p.seqlen_k))
+    at = first((before < 0) | (before + new > p.seqlen_k))
     if at is not None:
         raise ValueRangeError(
             f"{_name(at[0], is_array)} is {before[at]}, expected "
@@ -83,7 +83,7 @@ def _check_pages(
     assert cache.page_size is not None
     starts = np.arange(cache.max_pages) * cache.page_size
     used = starts < lengths[:, None]
-    at = _first(used & ((table < 0) | (table >= cache.slots)))
+    at = first(used & ((table < 0) | (table >= cache.slots)))
     if at is not None:
         raise ValueRangeError(
             f"page_table[{at[0]}, {at[1]}] is {table[at]}, expected 0 to "
@@ -115,7 +115,7 @@ def _check_rows_apart(
     slot = given[name][tuple(place)]
     order = np.lexsort((row, slot))
     same = (np.diff(slot[order]) == 0) & (np.diff(row[order]) == 0)
-    at = _first(same)
+    at = first(same)
     if at is None:
         return
     a, b = order[at[0]], order[at[0] + 1]
@@ -128,13 +128,6 @@ def _check_rows_apart(
         f"sequence {sequence[a]}, expected a row for each: give one of them "
         f"another {kind}"
     )
-
-
-def _first(bad: np.ndarray) -> tuple[int, ...] | None:
-    """The index of the first True."""
-    if not bad.any():
-        return None
-    return tuple(map(int, np.unravel_index(bad.argmax(), bad.shape)))
 
 
 def _name(sequence: int, is_array: bool) -> str:

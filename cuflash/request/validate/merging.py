@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from cuflash.errors import DTypeError, type_name
-from cuflash.request.problem import Call, Problem, Signature
+from cuflash.request.problem import Call, Signature
 from cuflash.request.validate.arrays import Arrays
 from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
@@ -59,18 +59,5 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
         arrays.check_same(name, arrays.axes_of(name), "out_a")
     arrays.check_lengths("out_a")
     arrays.check_head_dim("out_a")
-    batch, seqlen_q, num_heads, head_dim_v = arrays.full["out_a"]
-    problem = Problem(
-        direction="merge",
-        dtype=arrays.dtype,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=0,
-        num_heads_q=num_heads,
-        num_heads_kv=num_heads,
-        head_dim=head_dim_v,
-        head_dim_v=head_dim_v,
-        scale=1.0,
-        num_states=len(seen) // 2,
-    )
+    problem = arrays.problem_without_keys("merge", num_states=len(seen) // 2)
     return Signature(problem, arrays.rank, arrays.layouts())

@@ -9,15 +9,18 @@ import numpy as np
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError
 from cuflash.request import checks
 from cuflash.request.options import (
-    broadcast_strides,
     broadcasts,
     check_integers,
 )
-from cuflash.request.problem import Call, Layout, Problem, Rotary, Signature
+from cuflash.request.problem import Call, Layout, Rotary, Signature
 from cuflash.request.validate.arrays import AXES, Arrays, axes_in_words
-from cuflash.request.validate.descriptions import describe, remembered
+from cuflash.request.validate.descriptions import (
+    describe,
+    layout_of,
+    remembered,
+)
 from cuflash.request.validate.devices import check_one_device
-from cuflash.request.validate.host_values import on_host
+from cuflash.request.validate.host_values import first, on_host
 from cuflash.request.validate.memory import check_apart, is_same
 
 
@@ -63,8 +66,7 @@ def _rotary(
         arrays.check_same("out", AXES, "x")
     arrays.check_lengths("x")
     arrays.check_head_dim("x")
-    batch, seqlen, num_heads, head_dim = arrays.full["x"]
-    dtypes = {name: np.dtype(x).name for name, _, _, x, *_ in tables}
+    seqlen = arrays.full["x"][1]
     layouts = _check_tables(arrays, tables)
     num_positions, num_pairs = layouts["cos"].shape
     if "positions" not in layouts and seqlen > num_positions:
@@ -72,26 +74,15 @@ def _rotary(
             f"cos has {num_positions} rows, expected at least {seqlen}, x's "
             "seqlen: without positions, tokens are at 0, 1, 2, ..."
         )
-    problem = Problem(
-        direction="rotary",
-        dtype=arrays.dtype,
-        batch=batch,
-        seqlen_q=seqlen,
-        seqlen_k=0,
-        num_heads_q=num_heads,
-        num_heads_kv=num_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        scale=1.0,
-        rotary=Rotary(
-            2 * num_pairs,
-            num_positions,
-            dtypes["cos"],
-            _index_of(layouts.get("positions")),
-            interleaved,
-            inverse,
-        ),
+    rotary = Rotary(
+        2 * num_pairs,
+        num_positions,
+        layouts["cos"].dtype.name,
+        _index_of(layouts.get("positions")),
+        interleaved,
+        inverse,
     )
+    problem = arrays.problem_without_keys("rotary", rotary=rotary)
     return Signature(problem, arrays.rank, arrays.layouts(), options=layouts)
 
 
@@ -100,12 +91,12 @@ def _check_tables(
 ) -> dict[str, Layout]:
     """The layouts of cos and sin, and of positions, (batch, seqlen)."""
     layouts = check_cos_and_sin(arrays, tables[:2])
-    for name, shape, strides, dtype, offset, _ in tables[2:]:
+    for seen in tables[2:]:
+        name, shape, _, dtype, *_ = seen
         check_integers(name, dtype)
         full = arrays.full["x"][:2]
         _check_positions_shape(tuple(shape), full, arrays.rank)
-        strides = broadcast_strides(tuple(shape), tuple(strides), full)
-        layouts[name] = Layout(full, strides, dtype, offset)
+        layouts[name] = layout_of(seen, full)
     return layouts
 
 
@@ -120,15 +111,17 @@ def check_cos_and_sin(
     arrays: Arrays, tables: tuple[tuple, ...]
 ) -> dict[str, Layout]:
     """The layouts of two tables that rotate the first array."""
-    layouts: dict[str, Layout] = {}
-    own = "float64" if arrays.dtype == "float64" else "float32"
-    floats = tuple(dict.fromkeys((own, arrays.dtype)))
+    floats = dict.fromkeys((arrays.lse_dtype, arrays.dtype))
     x = arrays.first
-    for name, shape, strides, dtype, offset, _ in tables:
-        why = f" as {x} has dtype {arrays.dtype}"
-        _check_table_dtype(name, dtype, floats, why)
+    for name, shape, _, dtype, *_ in tables:
+        got = np.dtype(dtype).name
+        if got not in floats:
+            raise DTypeError(
+                f"{name} has dtype {got}, expected {' or '.join(floats)} as "
+                f"{x} has dtype {arrays.dtype}"
+            )
         _check_table_shape(name, tuple(shape), x, arrays.shapes[x])
-        layouts[name] = Layout(tuple(shape), tuple(strides), dtype, offset)
+    layouts = {seen[0]: layout_of(seen) for seen in tables}
     (first, cos), (second, sin) = layouts.items()
     if sin.dtype.name != cos.dtype.name:
         raise DTypeError(
@@ -144,16 +137,6 @@ def check_cos_and_sin(
 
 
 _LAYOUT_OF_TABLES = "layout is (num_positions, rotary_dim / 2)"
-
-
-def _check_table_dtype(
-    name: str, dtype: Any, expected: tuple[str, ...], why: str
-) -> None:
-    got = np.dtype(dtype).name
-    if got not in expected:
-        raise DTypeError(
-            f"{name} has dtype {got}, expected {' or '.join(expected)}{why}"
-        )
 
 
 def _check_table_shape(
@@ -201,11 +184,10 @@ def positions(call: Call) -> None:
     if given is None or rotary is None:
         return
     values = on_host(given)
-    bad = (values < 0) | (values >= rotary.num_positions)
-    if bad.any():
-        index = np.unravel_index(bad.argmax(), bad.shape)
-        at = ", ".join(map(str, index))
+    at = first((values < 0) | (values >= rotary.num_positions))
+    if at is not None:
+        index = ", ".join(map(str, at))
         raise ValueRangeError(
-            f"positions[{at}] is {values[index]}, expected 0 to less than "
+            f"positions[{index}] is {values[at]}, expected 0 to less than "
             f"{rotary.num_positions}, the rows of cos"
         )
