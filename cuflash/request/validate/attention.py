@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 from cuflash.errors import UnsupportedError
 from cuflash.request import checks
-from cuflash.request.options import ARRAYS, Numbers, Sizes, check, numbers_of
+from cuflash.request.options import (
+    ARRAYS,
+    TABLE,
+    Numbers,
+    Sizes,
+    check,
+    numbers_of,
+)
 from cuflash.request.problem import Call, Layout, Problem, Signature
 from cuflash.request.validate.arrays import (
     AXES,
@@ -161,6 +168,7 @@ def signature_of(
         )
     options = _check_options(arrays, asked, seen_options)
     shapes = {name: tuple(shape) for name, shape, *_ in seen_options}
+    bias_shape = shapes.get("bias", ())
     causal, window = bounds_that_mask(
         causal,
         numbers_asked.get("window", (None, None)),
@@ -187,11 +195,11 @@ def signature_of(
         num_splits=num_splits,
         dlse="dlse" in arrays.shapes,
         **{**numbers_asked, "window": window},
-        **_arrays_there(options, shapes),
+        **fields_of(options, bias_shape),
     )
     return Signature(
         problem, arrays.rank, arrays.layouts(), return_lse, options,
-        shapes.get("bias", ()),
+        bias_shape,
     )  # fmt: skip
 
 
@@ -218,23 +226,24 @@ def _check_options(
     return check(seen, sizes)
 
 
-def _arrays_there(
-    options: dict[str, Layout], shapes: dict[str, tuple[int, ...]]
+# The field of a `Problem` that tells of an array option.
+_FIELDS = {row.name: row.part_of for row in TABLE if row.array}
+
+
+def fields_of(
+    options: dict[str, Layout], bias_shape: tuple[int, ...] = ()
 ) -> dict[str, Any]:
     """The fields of a `Problem` that describe its array options.
 
-    `shapes` are the shapes that the user passed: a bias with all its axes
+    `bias_shape` is the shape that the user passed: a bias with all its axes
     does not count as broadcast here, whatever its strides.
     """
-    has: dict[str, Any] = {
-        name: name in options for name in ("alibi_slopes", "mask", "sink")
-    }
-    has["segment_ids"] = "segment_ids_q" in options
-    if "bias" in options:
+    has: dict[str, Any] = {_FIELDS[name]: True for name in options}
+    if has.pop("cu_seqlens", False):
+        has["num_sequences"] = options["cu_seqlens_q"].shape[0] - 1
+    if "bias" in has:
         layout = options["bias"]
         has["bias"] = layout.dtype.name
-        given = math.prod(shapes["bias"])
+        given = math.prod(bias_shape)
         has["bias_is_broadcast"] = given < math.prod(layout.shape)
-    if "cu_seqlens_q" in options:
-        has["num_sequences"] = options["cu_seqlens_q"].shape[0] - 1
     return has

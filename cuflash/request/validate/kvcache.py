@@ -21,6 +21,7 @@ from cuflash.errors import (
 )
 from cuflash.request import checks
 from cuflash.request.problem import Call, KVCache, Problem, Rotary, Signature
+from cuflash.request.validate.attention import fields_of
 from cuflash.request.validate.descriptions import address, describe, remembered
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.kvcache_arrays import (
@@ -288,8 +289,6 @@ def _checked(
         num_splits=num_splits,
         window=window,
         softcap=softcap,
-        alibi_slopes="alibi_slopes" in options,
-        sink="sink" in options,
         kvcache=KVCache(
             dtype=arrays.cache_dtype,
             page_size=rows if arrays.paged else None,
@@ -305,6 +304,7 @@ def _checked(
             scales=others.scales,
             rotary=rotary,
         ),
+        **fields_of(others.of_heads),
     )
     signature = Signature(
         problem, arrays.rank, arrays.layouts(), return_lse, options

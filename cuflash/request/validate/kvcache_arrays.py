@@ -168,6 +168,8 @@ class Others:
     layouts : dict of str to Layout
         Of these arrays. Slopes and scales are broadcast: (batch,
         num_heads_q) and (slots or pages, num_heads_kv).
+    of_heads : dict of str to Layout
+        Those of `layouts` that `cuflash.forward` has too.
     batch, seqlen_q, seqlen_new, capacity, max_pages, scales
         As in `problem.Problem` and `problem.KVCache`.
     """
@@ -205,8 +207,9 @@ class Others:
             tables = tuple(by_name[name] for name in _TABLES)
             self.layouts |= check_cos_and_sin(arrays, tables)
         known = [x for x in ARRAYS if x in by_name and x not in self.layouts]
-        heads = tuple(by_name[x] for x in known)
-        self.layouts |= check(heads, self._sizes())
+        seen = tuple(by_name[x] for x in known)
+        self.of_heads = check(seen, self._sizes())
+        self.layouts |= self.of_heads
 
     def _sizes(self) -> Sizes:
         arrays = self.arrays
