@@ -93,7 +93,7 @@ def whole(
     why: str = "",
 ) -> int:
     """An int from low to high; `cure` and `why` end the errors."""
-    if not _is_integer(x):
+    if type(x) is not int and not _is_integer(x):
         cure = _item(name, x) if cure is None else cure
         raise DTypeError(f"{name} is {in_words(x)}, expected an int{cure}")
     value = int(x)
@@ -117,6 +117,8 @@ def check_partner(name: str, needed: str, given: Any, why: str) -> None:
 
 def flag(name: str, given: Any) -> bool:
     """Check an argument that is True or False."""
+    if given is True or given is False:
+        return given
     if not isinstance(given, (bool, np.bool_)):
         raise DTypeError(
             f"{name} is {in_words(given)}, expected True or False"

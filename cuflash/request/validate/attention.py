@@ -61,7 +61,7 @@ def forward(
         describe(arrays),
         scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
-        num_splits=splits_of(num_splits),
+        num_splits=None if num_splits is None else splits_of(num_splits),
         return_lse=checks.flag("return_lse", return_lse),
     )
     if out is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.request import checks
-from cuflash.request.options import Numbers, broadcast_strides
+from cuflash.request.options import TABLE, Numbers, broadcast_strides
 from cuflash.request.problem import Call, Layout, Signature, Tangents
 from cuflash.request.validate.arrays import in_full_rank
 from cuflash.request.validate.attention import signature_of, split_options
@@ -22,22 +22,14 @@ from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.scalars import Scalars, scalars_of
 
+# What tangents move: q, k, v, and the options that have a gradient.
+_OPTIONS = tuple(
+    row.name.removeprefix("return_d") for row in TABLE if row.of_gradients
+)
+_MOVED = ("q", "k", "v", *_OPTIONS)
 # The argument names of tangents and cotangents, by what they move.
-TANGENTS = {
-    "q": "q_dot",
-    "k": "k_dot",
-    "v": "v_dot",
-    "bias": "bias_dot",
-    "sink": "sink_dot",
-}
-COTANGENTS = {
-    "q": "ddq",
-    "k": "ddk",
-    "v": "ddv",
-    "bias": "ddbias",
-    "sink": "ddsink",
-}
-_ALONE = "it has no effect alone"
+TANGENTS = {x: f"{x}_dot" for x in _MOVED}
+COTANGENTS = {x: f"dd{x}" for x in _MOVED}
 
 
 def jvp(
@@ -86,25 +78,24 @@ def double_backward(
     deterministic: Any = False,
     precision: Any = None,
     dlse: Any = None,
-    return_d2bias: Any = False,
-    return_d2sink: Any = False,
     return_ddlse: Any = False,
     **others: Any,
 ) -> Call:
     """Check the arguments of `cuflash.double_backward`; see there.
 
-    `others` holds only the cotangents and the options that the user passed.
+    `others` holds only the cotangents, the options and the flags that ask for
+    their second gradients, such as return_d2bias, that the user passed.
     """
     # q comes first: the others are compared with it.
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
+    flags = {x: others.pop(f"return_d2{x}", False) for x in _OPTIONS}
     moved, options = _tangents_of(others, COTANGENTS)
     wanted = {
-        "return_dbias": _wanted("return_d2bias", return_d2bias, options),
-        "return_dsink": _wanted("return_d2sink", return_d2sink, options),
-        "return_ddlse": checks.flag("return_ddlse", return_ddlse),
+        f"return_d{x}": _wanted(x, flag, options) for x, flag in flags.items()
     }
+    wanted["return_ddlse"] = checks.flag("return_ddlse", return_ddlse)
     asked = split_options(options)
     signature = _signature(
         "double_backward",
@@ -124,19 +115,23 @@ def _tangents_of(
     """Split arguments: tangents by what they move, and options."""
     options = {x: y for x, y in others.items() if x not in names.values()}
     moved = {x: others[name] for x, name in names.items() if name in others}
-    for what in ("bias", "sink"):
+    for what in _OPTIONS:
         if what in moved:
-            checks.check_partner(names[what], what, options, _ALONE)
+            _check_there(names[what], what, options)
     return moved, options
 
 
-def _wanted(name: str, flag: Any, options: Mapping[str, Any]) -> bool:
-    """Check a flag that asks for d2bias or d2sink."""
+def _wanted(what: str, flag: Any, options: Mapping[str, Any]) -> bool:
+    """Check a flag that asks for the second gradient of an option."""
+    name = f"return_d2{what}"
     wanted = checks.flag(name, flag)
     if wanted:
-        what = name.removeprefix("return_d2")
-        checks.check_partner(name, what, options, _ALONE)
+        _check_there(name, what, options)
     return wanted
+
+
+def _check_there(name: str, what: str, options: Mapping[str, Any]) -> None:
+    checks.check_partner(name, what, options, "it has no effect alone")
 
 
 def _describe(

@@ -20,6 +20,7 @@ from cuflash.errors import (
     in_words,
 )
 from cuflash.request import checks
+from cuflash.request.options import TABLE, Numbers
 from cuflash.request.problem import Call, KVCache, Problem, Rotary, Signature
 from cuflash.request.validate.attention import fields_of
 from cuflash.request.validate.descriptions import address, describe, remembered
@@ -38,6 +39,13 @@ from cuflash.request.validate.scalars import (
     splits_of,
 )
 
+# What checks the table's numbers that change scores: attention over caches
+# drops no pairs.
+_CHECKS = {
+    row.name: row.check
+    for row in TABLE
+    if row.check and row.flag and not row.needs and row.name != "dropout"
+}
 # (given, needed, why): ValueRangeError for the first without the second.
 _PARTNERS = (
     ("k_new", "v_new", "a token has a key and a value"),
@@ -64,8 +72,6 @@ def forward_kvcache(
     rotary_interleaved: Any = False,
     scale: Any = None,
     causal: Any = False,
-    window: Any = None,
-    softcap: Any = None,
     num_splits: Any = None,
     out: Any = None,
     return_lse: Any = False,
@@ -73,8 +79,12 @@ def forward_kvcache(
 ) -> Call:
     """Check the arguments of `cuflash.forward_kvcache`; see there.
 
-    `options` holds only the arrays that the user passed.
+    `options` holds the table's numbers, and the arrays that the user passed.
     """
+    asked = {}
+    for name in _CHECKS:
+        if (x := options.pop(name, None)) is not None:
+            asked[name] = x
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     if k_new is not None:
         given["k_new"] = k_new
@@ -93,10 +103,9 @@ def forward_kvcache(
         rotary_interleaved=rotary_interleaved,
         scale=scale,
         causal=causal,
-        window=window,
-        softcap=softcap,
         num_splits=num_splits,
         return_lse=return_lse,
+        **asked,
     )
     if memory.pairs:
         check_pairs(memory, tuple(map(address, arrays.values())))
@@ -114,10 +123,9 @@ def check_call(
     rotary_interleaved: Any = False,
     scale: Any = None,
     causal: Any = False,
-    window: Any = None,
-    softcap: Any = None,
     num_splits: Any = None,
     return_lse: Any = False,
+    **asked: Any,
 ) -> tuple[Signature, Memory]:
     """Check all but where the arrays lie, and a length that is an int.
 
@@ -127,6 +135,8 @@ def check_call(
         All arrays by argument name, `out` among them, q first.
     by_int : bool
         Whether cache_seqlens is an int.
+    **asked
+        The table's numbers.
     """
     return _checked(
         describe(arrays),
@@ -134,11 +144,11 @@ def check_call(
         None if max_seqlen_q is None
         else checks.length("max_seqlen_q", max_seqlen_q),
         checks.flag("rotary_interleaved", rotary_interleaved),
-        scale_of(scale),
+        None if scale is None else scale_of(scale),
         checks.flag("causal", causal),
-        checks.window("window", window),
-        checks.softcap("softcap", softcap),
-        splits_of(num_splits),
+        tuple([(x, _CHECKS[x](x, y)) for x, y in asked.items()])
+        if asked else (),
+        None if num_splits is None else splits_of(num_splits),
         checks.flag("return_lse", return_lse),
     )  # fmt: skip
 
@@ -227,8 +237,7 @@ def _checked(
     rotary_interleaved: bool,
     scale: float | None,
     causal: bool,
-    window: tuple[int | None, int | None],
-    softcap: float,
+    asked: Numbers,
     num_splits: int | None,
     return_lse: bool,
 ) -> tuple[Signature, Memory]:
@@ -266,11 +275,15 @@ def _checked(
     slots, rows, num_heads_kv, head_dim_v = arrays.full["v_cache"]
     # No length exceeds the capacity, so bounds beyond it mask nothing. But a
     # window decides by which positions queries are rotated.
-    causal, window = bounds_that_mask(
-        causal, window, others.seqlen_q, others.capacity, rotary is not None
+    numbers_asked = dict(asked)
+    causal, (left, right) = bounds_that_mask(
+        causal,
+        numbers_asked.get("window", (None, None)),
+        others.seqlen_q,
+        others.capacity,
+        rotary is not None,
     )
-    left, right = window
-    window = (
+    numbers_asked["window"] = (
         None if left is None else min(left, others.capacity),
         None if right is None else min(right, others.seqlen_q),
     )
@@ -287,8 +300,6 @@ def _checked(
         scale=default_scale(scale, head_dim, arrays.dtype),
         causal=causal,
         num_splits=num_splits,
-        window=window,
-        softcap=softcap,
         kvcache=KVCache(
             dtype=arrays.cache_dtype,
             page_size=rows if arrays.paged else None,
@@ -304,6 +315,7 @@ def _checked(
             scales=others.scales,
             rotary=rotary,
         ),
+        **numbers_asked,
         **fields_of(others.of_heads),
     )
     signature = Signature(

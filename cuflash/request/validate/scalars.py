@@ -27,7 +27,7 @@ def scalars_of(
 ) -> Scalars:
     """Check what all calls on q, k and v have."""
     return (
-        scale_of(scale),
+        None if scale is None else scale_of(scale),
         checks.flag("causal", causal),
         None if block_q is None else _block_of("block_q", block_q),
         None if block_k is None else _block_of("block_k", block_k),
@@ -35,10 +35,8 @@ def scalars_of(
     )
 
 
-def scale_of(scale: Any) -> float | None:
-    """Check `scale`: a finite number, or None."""
-    if scale is None:
-        return None
+def scale_of(scale: Any) -> float:
+    """Check `scale`: a finite number."""
     cure = ", or None for head_dim ** -0.5"
     if hasattr(scale, "shape"):
         scaled = "pass scale=1 and q * scale"
@@ -70,10 +68,8 @@ def _precision_of(precision: Any) -> Literal["tf32x3"]:
     return precision
 
 
-def splits_of(num_splits: Any) -> int | None:
-    """Check `num_splits`: an int in range, or None."""
-    if num_splits is None:
-        return None
+def splits_of(num_splits: Any) -> int:
+    """Check `num_splits`: an int in range."""
     cure = ", or None for the fastest number"
     why = ": it counts the parts into which the keys of a head are cut"
     return checks.whole("num_splits", num_splits, 1, MAX_SPLITS, cure, why)
