@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from cuflash.backends.base import Runner
 
 
-def option_arguments(
-    given: dict[str, Any], arrays: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split options: (scalar options, `arrays` plus the option arrays)."""
-    asked = options.passed(given)
-    option_arrays = {x: asked.pop(x) for x in options.ARRAYS if x in asked}
-    return asked, {**arrays, **option_arrays}
-
-
 def check_offsets(call: Any) -> None:
     """Check offsets on the host; on a device only if CUFLASH_CHECK is 1."""
     if reads_values(call.options.get("cu_seqlens_q")):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from cuflash.api import foreign_names
+from cuflash.api.arrays import GRADIENTS, OUT, check_offsets, open_arrays
+from cuflash.api.foreign_names import split_options
+from cuflash.request.options import BACKWARD, FORWARD
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import attention as validate
 
@@ -17,14 +20,6 @@ if TYPE_CHECKING:
         ForwardOptions,
         NumPyArray,
     )
-
-from cuflash.api.arrays import (
-    GRADIENTS,
-    OUT,
-    check_offsets,
-    open_arrays,
-    option_arguments,
-)
 
 
 @overload
@@ -71,7 +66,7 @@ def forward(
 ) -> Any: ...
 
 
-@foreign_names.our_names("cuflash.forward")
+@foreign_names.our_names("cuflash.forward", FORWARD)
 def forward(
     q: Any,
     k: Any,
@@ -85,21 +80,7 @@ def forward(
     num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    segment_ids_q: Any = None,
-    segment_ids_k: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> Any:
     """Exact attention, softmax(scale * Q K^T) V, without the score matrix.
 
@@ -257,39 +238,13 @@ def forward(
     >>> out.shape, lse.shape
     ((2, 16, 4, 8), (2, 4, 16))
     """
-    if unknown or positional:
-        raise foreign_names.unexpected("cuflash.forward", unknown, positional)
     given = {"q": q, "k": k, "v": v}
     if out is not None:
         given["out"] = out
-    # Fast path: no options given.
-    no_options = (
-        window is softcap is alibi_slopes is bias is mask is sink
-        is segment_ids_q is segment_ids_k is seed is cu_seqlens_q
-        is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
-        and type(dropout) is float and not dropout
-    )  # fmt: skip
     asked: dict[str, Any] = {}
-    if not no_options:
-        asked, given = option_arguments(
-            {
-                "window": window,
-                "softcap": softcap,
-                "alibi_slopes": alibi_slopes,
-                "bias": bias,
-                "mask": mask,
-                "sink": sink,
-                "segment_ids_q": segment_ids_q,
-                "segment_ids_k": segment_ids_k,
-                "dropout": dropout,
-                "seed": seed,
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_k": cu_seqlens_k,
-                "max_seqlen_q": max_seqlen_q,
-                "max_seqlen_k": max_seqlen_k,
-            },
-            given,
-        )
+    if options or positional:
+        asked, arrays = split_options("cuflash.forward", options, positional)
+        given |= arrays
     runner, arrays = open_arrays("forward", given, OUT)
     call = validate.forward(
         **arrays,
@@ -348,7 +303,7 @@ def backward(
 ) -> tuple[Any, ...]: ...
 
 
-@foreign_names.our_names("cuflash.backward")
+@foreign_names.our_names("cuflash.backward", BACKWARD)
 def backward(
     dout: Any,
     q: Any,
@@ -367,23 +322,7 @@ def backward(
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    segment_ids_q: Any = None,
-    segment_ids_k: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    return_dbias: bool = False,
-    return_dsink: bool = False,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> tuple[Any, ...]:
     r"""The gradients of `forward` with respect to `q`, `k` and `v`.
 
@@ -395,9 +334,7 @@ def backward(
         As given to `forward`.
     out, lse : array
         As `forward` returned them, with ``return_lse=True``.
-    scale, causal, window, softcap, alibi_slopes, bias, mask, sink
-    segment_ids_q, segment_ids_k, dropout, seed
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    scale, causal, **options
         As given to `forward`.
     block_q, block_k : int, optional
         Tile sizes: queries and keys per tile, in tokens; tuned by default.
@@ -467,42 +404,13 @@ def backward(
     >>> dq.shape, dk.shape, dv.shape
     ((16, 8), (16, 8), (16, 8))
     """
-    if unknown or positional:
-        raise foreign_names.unexpected("cuflash.backward", unknown, positional)
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
     given |= {name: x for name, x in optional.items() if x is not None}
-    # Fast path: no options given.
-    no_options = (
-        window is softcap is alibi_slopes is bias is mask is sink
-        is segment_ids_q is segment_ids_k is seed is cu_seqlens_q
-        is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
-        and type(dropout) is float and not dropout
-        and return_dbias is return_dsink is False
-    )  # fmt: skip
     asked: dict[str, Any] = {}
-    if not no_options:
-        asked, given = option_arguments(
-            {
-                "window": window,
-                "softcap": softcap,
-                "alibi_slopes": alibi_slopes,
-                "bias": bias,
-                "mask": mask,
-                "sink": sink,
-                "segment_ids_q": segment_ids_q,
-                "segment_ids_k": segment_ids_k,
-                "dropout": dropout,
-                "seed": seed,
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_k": cu_seqlens_k,
-                "max_seqlen_q": max_seqlen_q,
-                "max_seqlen_k": max_seqlen_k,
-                "return_dbias": return_dbias,
-                "return_dsink": return_dsink,
-            },
-            given,
-        )
+    if options or positional:
+        asked, arrays = split_options("cuflash.backward", options, positional)
+        given |= arrays
     runner, arrays = open_arrays("backward", given, GRADIENTS)
     call = validate.backward(
         **arrays,

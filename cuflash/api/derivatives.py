@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cuflash.api import foreign_names
-from cuflash.api.arrays import check_offsets, open_arrays, option_arguments
+from cuflash.api.arrays import check_offsets, open_arrays
+from cuflash.api.foreign_names import split_options
+from cuflash.request.options import FORWARD
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import derivatives as validate_derivatives
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.api.types import Options
 
 __all__ = ["double_backward", "jvp"]
 
 
-@foreign_names.our_names("cuflash.jvp")
+@foreign_names.our_names("cuflash.jvp", FORWARD)
 def jvp(
     q: Any,
     k: Any,
@@ -29,21 +36,7 @@ def jvp(
     block_k: int | None = None,
     precision: str | None = None,
     return_lse: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    segment_ids_q: Any = None,
-    segment_ids_k: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    **unknown: NoReturn,
+    **options: Unpack[Options],
 ) -> tuple[Any, ...]:
     r"""`forward`, and its derivative along a direction.
 
@@ -62,9 +55,7 @@ def jvp(
     bias_dot, sink_dot : array, optional
         The tangents of `bias` and `sink`, with their shape and dtype, after
         the same axis of directions.
-    scale, causal, window, softcap, alibi_slopes, bias, mask, sink
-    segment_ids_q, segment_ids_k, dropout, seed
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    scale, causal, **options
         As for `forward`. Slopes and scale do not move.
     block_q, block_k : int, optional
         Tile sizes: queries and keys per tile, in tokens; tuned by default.
@@ -121,32 +112,12 @@ def jvp(
     >>> np.allclose(out_dot, (ahead - behind) / (2 * h))
     True
     """
-    if unknown or positional:
-        raise foreign_names.unexpected("cuflash.jvp", unknown, positional)
+    asked, of_options = split_options("cuflash.jvp", options, positional)
     tangents = {
         "q_dot": q_dot, "k_dot": k_dot, "v_dot": v_dot, "bias_dot": bias_dot,
         "sink_dot": sink_dot,
     }  # fmt: skip
-    given = {"q": q, "k": k, "v": v, **_there(tangents)}
-    asked, given = option_arguments(
-        {
-            "window": window,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-            "mask": mask,
-            "sink": sink,
-            "segment_ids_q": segment_ids_q,
-            "segment_ids_k": segment_ids_k,
-            "dropout": dropout,
-            "seed": seed,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        },
-        given,
-    )
+    given = {"q": q, "k": k, "v": v, **_there(tangents), **of_options}
     runner, arrays = open_arrays("jvp", given)
     call = validate_derivatives.jvp(
         **arrays,
@@ -168,7 +139,7 @@ def jvp(
     return out, strip_lse(lse, call.rank), out_dot, of_lse
 
 
-@foreign_names.our_names("cuflash.double_backward")
+@foreign_names.our_names("cuflash.double_backward", FORWARD)
 def double_backward(
     ddq: Any,
     ddk: Any,
@@ -189,24 +160,10 @@ def double_backward(
     block_k: int | None = None,
     deterministic: bool = False,
     precision: str | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    segment_ids_q: Any = None,
-    segment_ids_k: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
     return_d2bias: bool = False,
     return_d2sink: bool = False,
     return_ddlse: bool = False,
-    **unknown: NoReturn,
+    **options: Unpack[Options],
 ) -> tuple[Any, ...]:
     r"""The gradients of `backward` with respect to its inputs.
 
@@ -226,9 +183,7 @@ def double_backward(
         the shape and dtype of `bias` and `sink`.
     dlse : array, optional
         As given to `backward`.
-    scale, causal, window, softcap, alibi_slopes, bias, mask, sink
-    segment_ids_q, segment_ids_k, dropout, seed
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    scale, causal, **options
         As given to `forward`.
     block_q, block_k : int, optional
         Tile sizes: queries and keys per tile, in tokens; tuned by default.
@@ -295,34 +250,15 @@ def double_backward(
     >>> d2q.shape, d2k.shape, d2v.shape, ddout.shape
     ((16, 8), (16, 8), (16, 8), (16, 8))
     """
-    if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.double_backward", unknown, positional
-        )
+    asked, of_options = split_options(
+        "cuflash.double_backward", options, positional
+    )
     cotangents = {
         "ddq": ddq, "ddk": ddk, "ddv": ddv, "ddbias": ddbias,
         "ddsink": ddsink, "dlse": dlse,
     }  # fmt: skip
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    asked, given = option_arguments(
-        {
-            "window": window,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-            "mask": mask,
-            "sink": sink,
-            "segment_ids_q": segment_ids_q,
-            "segment_ids_k": segment_ids_k,
-            "dropout": dropout,
-            "seed": seed,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        },
-        {**given, **_there(cotangents)},
-    )
+    given |= {**_there(cotangents), **of_options}
     runner, arrays = open_arrays("double_backward", given)
     call = validate_derivatives.double_backward(
         **arrays,

@@ -1,4 +1,4 @@
-"""Keywords that a call does not have, and what to write instead.
+"""Names of arguments: signatures, and keywords that a call does not have.
 
 `TABLE` holds the arguments of other libraries' attention; a test compares it
 with docs/guide/migrating.md.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["TABLE", "our_names", "unexpected"]
+from cuflash.request import options as table
+
+__all__ = ["TABLE", "our_names", "split_options", "unexpected"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -83,32 +86,88 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
 }  # fmt: skip
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {}  # by call
+_OPTIONS: dict[str, frozenset[str]] = {}  # those passed as one mapping
 _UNNAMED: dict[str, int] = {}  # how many of them need no name
 
 
-def our_names(call: str) -> Callable[[_Function], _Function]:
-    """A decorator for a public call with ``*positional`` and ``**unknown``.
+def our_names(
+    call: str, options: tuple[str, ...] = (), array: str = "Any"
+) -> Callable[[_Function], _Function]:
+    """A decorator for a public call with ``*positional`` and ``**options``.
 
-    It hides both in the signature, which help() and editors show. The call
-    raises `unexpected` if one is not empty: a wrapper would take time.
+    In the signature, which help() and editors show, it hides the first and
+    spells out the second; so it does in the docstring's entry
+    ``..., **options``. The call raises `unexpected` for names that it does
+    not have: a wrapper would take time.
+
+    Parameters
+    ----------
+    call : str
+        Its name, for messages.
+    options : tuple of str
+        The names in the option table that it takes as ``**options``.
+    array : str
+        The type of an array option.
     """
 
     def register(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        known = [
-            x
-            for name, x in signature.parameters.items()
-            if name not in ("positional", "unknown")
-        ]
+        hidden = "positional", "unknown", "options"
+        own = signature.parameters.values()
+        known = [x for x in own if x.name not in hidden]
+        known += [_parameter(x, array) for x in options]
         _PARAMETERS[call] = tuple(x.name for x in known)
+        _OPTIONS[call] = frozenset(options)
         _UNNAMED[call] = sum(
             x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for x in known
         )
         shown = signature.replace(parameters=known)
         function.__signature__ = shown  # type: ignore[attr-defined]
+        function.__annotations__.pop("options", None)
+        function.__doc__ = _with_names(function.__doc__ or "", options)
         return function
 
     return register
+
+
+def _parameter(name: str, array: str) -> inspect.Parameter:
+    option = table.BY_NAME[name]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=option.default,
+        annotation=option.hint or array,
+    )
+
+
+def _with_names(text: str, options: tuple[str, ...]) -> str:
+    """A docstring whose entry ``..., **options`` names those of `forward`."""
+    before, mark, after = text.partition(", **options\n")
+    if not mark:
+        return text
+    before, _, entry = before.rpartition("\n")
+    names = [x for x in options if not table.BY_NAME[x].of_gradients]
+    entry = textwrap.fill(
+        ", ".join([entry, *names]), 79, subsequent_indent="    "
+    )
+    return "\n".join((before, *entry.split(",\n"), after))
+
+
+def split_options(
+    call: str, given: Mapping[str, Any], positional: tuple[Any, ...] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``**options`` of a call that are not absent: `options.split`.
+
+    Raises
+    ------
+    TypeError
+        See `unexpected`.
+    """
+    known = _OPTIONS[call]
+    if positional or not known.issuperset(given):
+        unknown = {x: given[x] for x in given if x not in known}
+        raise unexpected(call, unknown, positional)
+    return table.split(given)
 
 
 def unexpected(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from cuflash.api import foreign_names
+from cuflash.api.arrays import CACHES, OUT, open_arrays, reads_values
+from cuflash.api.foreign_names import split_options
+from cuflash.request.options import KVCACHE
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import kvcache as validate_kvcache
 from cuflash.request.validate import kvcache_values
@@ -12,13 +15,7 @@ from cuflash.request.validate import kvcache_values
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.api.types import (
-        Array,
-        KVCacheOptions,
-        NumPyArray,
-    )
-
-from cuflash.api.arrays import CACHES, OUT, open_arrays, reads_values
+    from cuflash.api.types import Array, KVCacheOptions, NumPyArray
 
 
 @overload
@@ -65,7 +62,7 @@ def forward_kvcache(
 ) -> Any: ...
 
 
-@foreign_names.our_names("cuflash.forward_kvcache")
+@foreign_names.our_names("cuflash.forward_kvcache", KVCACHE)
 def forward_kvcache(
     q: Any,
     k_cache: Any,
@@ -86,14 +83,10 @@ def forward_kvcache(
     v_scale: Any = None,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sink: Any = None,
     num_splits: int | None = None,
     out: Any = None,
     return_lse: bool = False,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> Any:
     """Attention over a cache of keys and values: decoding, chunked prefill.
 
@@ -156,13 +149,9 @@ def forward_kvcache(
         stored * scale. The second shape is for a `page_table`. New values are
         divided by their scale; what exceeds float8's largest number, 448,
         becomes 448 with its sign.
-    scale, causal, window, softcap
+    scale, causal, **options
         As in `forward`, with seqlen_k = n: masks are aligned at the end, so
         the last query is at the position of the last token.
-    alibi_slopes : array, (num_heads_q,) or (batch, num_heads_q), optional
-        As in `forward`, with seqlen_k = n.
-    sink : array, (num_heads_q,), optional
-        In the dtype of lse; as in `forward`.
     num_splits : int, optional
         As in `forward`: into how many parts the keys of a head are cut.
     out : array, optional
@@ -247,10 +236,9 @@ def forward_kvcache(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True)[:, -1:])
     True
     """
-    if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.forward_kvcache", unknown, positional
-        )
+    asked, of_options = split_options(
+        "cuflash.forward_kvcache", options, positional
+    )
     given = {
         "q": q,
         "k_cache": k_cache,
@@ -266,9 +254,8 @@ def forward_kvcache(
         "rotary_sin": rotary_sin,
         "k_scale": k_scale,
         "v_scale": v_scale,
-        "alibi_slopes": alibi_slopes,
-        "sink": sink,
         "out": out,
+        **of_options,
     }
     cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)
     if validate_kvcache.is_int(cache_seqlens):
@@ -283,12 +270,11 @@ def forward_kvcache(
         arrays["cache_seqlens"] = cache_seqlens
     call = validate_kvcache.forward_kvcache(
         **arrays,
+        **asked,
         max_seqlen_q=max_seqlen_q,
         rotary_interleaved=rotary_interleaved,
         scale=scale,
         causal=causal,
-        window=window,
-        softcap=softcap,
         num_splits=num_splits,
         return_lse=return_lse,
     )

@@ -1,12 +1,21 @@
 """Types of arrays and options, for type checkers alone.
 
-The calls' overloads take options as a TypedDict; tests/unit/test_types.py
-compares them with the calls' signatures.
+Those of options are the option table's (request/options.py), spelled out for
+checkers that do not run it. tests/unit/test_types.py compares them with the
+calls' signatures.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -37,130 +46,100 @@ Window: TypeAlias = tuple[int | None, int | None]
 Integers: TypeAlias = int | np.integer[Any]
 
 
-class Options(TypedDict, total=False):
-    """The options of `forward`, `backward` and their derivatives."""
+if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
+    # An option's array, and its seed.
+    A = TypeVar("A")
+    S = TypeVar("S")
 
-    scale: float | None
-    causal: bool
-    precision: str | None
-    window: Window | None
-    softcap: float | None
-    alibi_slopes: Array | None
-    bias: Array | None
-    mask: Array | None
-    sink: Array | None
-    segment_ids_q: Array | None
-    segment_ids_k: Array | None
-    dropout: float
-    seed: int | None
-    cu_seqlens_q: Array | None
-    cu_seqlens_k: Array | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
+    class CacheOptionsOf(TypedDict, Generic[A], total=False):
+        """The rows of the option table that `forward_kvcache` has."""
 
+        window: Window | None
+        softcap: float | None
+        alibi_slopes: A | None
+        sink: A | None
 
-class VjpOptions(Options, total=False):
-    """Those of `vjp`, but for return_lse."""
+    class OptionsOf(CacheOptionsOf[A], Generic[A, S], total=False):
+        """The rows of the option table that `forward` has."""
 
-    block_q: int | None
-    block_k: int | None
-    num_splits: int | None
+        bias: A | None
+        mask: A | None
+        segment_ids_q: A | None
+        segment_ids_k: A | None
+        dropout: float
+        seed: S | None
+        cu_seqlens_q: A | None
+        cu_seqlens_k: A | None
+        max_seqlen_q: int | None
+        max_seqlen_k: int | None
 
+    class Options(OptionsOf[Array, int], total=False):
+        """The rows of the option table, with the arrays of `forward`."""
 
-class ForwardOptions(VjpOptions, total=False):
-    """Those of `forward`, but for return_lse."""
+    class Scaled(TypedDict, total=False):
+        """What a call that computes scores has."""
 
-    out: Array | None
+        scale: float | None
+        causal: bool
 
+    class Tiled(Scaled, total=False):
+        """What a call with options has."""
 
-class BackwardOptions(Options, total=False):
-    """Those of `backward`, but for return_dbias and return_dsink."""
+        block_q: int | None
+        block_k: int | None
+        precision: str | None
 
-    block_q: int | None
-    block_k: int | None
-    deterministic: bool
-    dlse: Array | None
-    dq: Array | None
-    dk: Array | None
-    dv: Array | None
+    class VjpOptions(Options, Tiled, total=False):
+        """The keywords of `vjp`, but for return_lse."""
 
+        num_splits: int | None
 
-class TorchOptions(TypedDict, total=False):
-    """Those of `cuflash.torch.attention`, but for return_lse."""
+    class ForwardOptions(VjpOptions, total=False):
+        """The keywords of `forward`, but for return_lse."""
 
-    scale: float | None
-    causal: bool
-    block_q: int | None
-    block_k: int | None
-    precision: str | None
-    num_splits: int | None
-    deterministic: bool
-    window: Window | None
-    softcap: float | None
-    alibi_slopes: torch.Tensor | None
-    bias: torch.Tensor | None
-    mask: torch.Tensor | None
-    sink: torch.Tensor | None
-    segment_ids_q: torch.Tensor | None
-    segment_ids_k: torch.Tensor | None
-    dropout: float
-    seed: int | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
+        out: Array | None
 
+    class BackwardOptions(Options, Tiled, total=False):
+        """The keywords of `backward`, but for those that return more."""
 
-class JaxOptions(TypedDict, total=False):
-    """Those of `cuflash.jax.attention`, but for return_lse."""
+        deterministic: bool
+        dlse: Array | None
+        dq: Array | None
+        dk: Array | None
+        dv: Array | None
 
-    scale: float | None
-    causal: bool
-    block_q: int | None
-    block_k: int | None
-    precision: str | None
-    num_splits: int | None
-    deterministic: bool
-    window: Window | None
-    softcap: float | None
-    alibi_slopes: jax.typing.ArrayLike | None
-    bias: jax.typing.ArrayLike | None
-    mask: jax.typing.ArrayLike | None
-    sink: jax.typing.ArrayLike | None
-    segment_ids_q: jax.typing.ArrayLike | None
-    segment_ids_k: jax.typing.ArrayLike | None
-    dropout: float
-    seed: int | jax.Array | None
-    cu_seqlens_q: jax.typing.ArrayLike | None
-    cu_seqlens_k: jax.typing.ArrayLike | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
+    class _Attention(Tiled, total=False):
+        num_splits: int | None
+        deterministic: bool
 
+    class TorchOptions(OptionsOf[torch.Tensor, int], _Attention, total=False):
+        """The keywords of `cuflash.torch.attention`, but for return_lse."""
 
-class KVCacheOptions(TypedDict, total=False):
-    """Those of `forward_kvcache`, but for return_lse."""
+    class JaxOptions(
+        OptionsOf[jax.typing.ArrayLike, int | jax.Array],
+        _Attention,
+        total=False,
+    ):
+        """The keywords of `cuflash.jax.attention`, but for return_lse."""
 
-    k_new: Array | None
-    v_new: Array | None
-    cache_seqlens: Integers | Array | None
-    page_table: Array | None
-    cache_batch_idx: Array | None
-    cache_leftpad: Array | None
-    cu_seqlens_q: Array | None
-    max_seqlen_q: int | None
-    rotary_cos: Array | None
-    rotary_sin: Array | None
-    rotary_interleaved: bool
-    k_scale: Array | None
-    v_scale: Array | None
-    scale: float | None
-    causal: bool
-    window: Window | None
-    softcap: float | None
-    alibi_slopes: Array | None
-    sink: Array | None
-    num_splits: int | None
-    out: Array | None
+    class KVCacheOptions(CacheOptionsOf[Array], Scaled, total=False):
+        """The keywords of `forward_kvcache`, but for return_lse."""
+
+        k_new: Array | None
+        v_new: Array | None
+        cache_seqlens: Integers | Array | None
+        page_table: Array | None
+        cache_batch_idx: Array | None
+        cache_leftpad: Array | None
+        cu_seqlens_q: Array | None
+        max_seqlen_q: int | None
+        rotary_cos: Array | None
+        rotary_sin: Array | None
+        rotary_interleaved: bool
+        k_scale: Array | None
+        v_scale: Array | None
+        num_splits: int | None
+        out: Array | None
 
 
 class RotaryOptions(TypedDict, total=False):

@@ -16,6 +16,8 @@ from typing import (
 
 from cuflash.api import foreign_names
 from cuflash.api.attention import backward, forward
+from cuflash.api.foreign_names import split_options
+from cuflash.request.options import FORWARD
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -186,7 +188,7 @@ def vjp(
 ) -> tuple[Any, ...]: ...
 
 
-@foreign_names.our_names("cuflash.vjp")
+@foreign_names.our_names("cuflash.vjp", FORWARD)
 def vjp(
     q: Any,
     k: Any,
@@ -199,21 +201,7 @@ def vjp(
     precision: str | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    segment_ids_q: Any = None,
-    segment_ids_k: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """`forward`, and the function that computes its gradients.
 
@@ -223,9 +211,7 @@ def vjp(
     ----------
     q, k, v : array
         As for `forward`.
-    scale, causal, precision, window, softcap, alibi_slopes, bias, mask, sink
-    segment_ids_q, segment_ids_k, dropout, seed
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    scale, causal, precision, **options
         As for `forward`; `backward` gets them too.
     block_q, block_k, num_splits : int, optional
         As for `forward`; the returned function has `block_q` and `block_k`
@@ -272,27 +258,9 @@ def vjp(
     ((16, 8), (16, 8), (16, 8))
     >>> dq, dk, dv = gradients
     """
-    if unknown or positional:
-        raise foreign_names.unexpected("cuflash.vjp", unknown, positional)
-    options = {
-        "scale": scale,
-        "causal": causal,
-        "precision": precision,
-        "window": window,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "bias": bias,
-        "mask": mask,
-        "sink": sink,
-        "segment_ids_q": segment_ids_q,
-        "segment_ids_k": segment_ids_k,
-        "dropout": dropout,
-        "seed": seed,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    if options or positional:
+        split_options("cuflash.vjp", options, positional)
+    options |= {"scale": scale, "causal": causal, "precision": precision}
     out, lse = forward(
         q,
         k,

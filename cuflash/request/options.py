@@ -96,6 +96,11 @@ class Option:
         it: with ``deterministic=True`` they sum integers, in any order.
     of_gradients : bool
         Whether only `cuflash.backward` has it.
+    with_caches : bool
+        Whether `cuflash.forward_kvcache` has it too.
+    hint : str
+        The type of the argument, for signatures; an array option's is that
+        of the call's arrays.
     """
 
     name: str
@@ -111,6 +116,8 @@ class Option:
     not_with: tuple[str, ...] = ()
     no_order: tuple[str, ...] = ()
     of_gradients: bool = False
+    with_caches: bool = False
+    hint: str = ""
 
     def is_in(self, problem: Problem) -> bool:
         """Whether a problem has the option."""
@@ -197,6 +204,8 @@ TABLE = (
         part_of="window",
         flag="WINDOW",
         numbers=_window,
+        with_caches=True,
+        hint="tuple[int | None, int | None] | None",
     ),
     Option(
         "softcap",
@@ -205,6 +214,8 @@ TABLE = (
         part_of="softcap",
         flag="SOFTCAP",
         numbers=_softcap,
+        with_caches=True,
+        hint="float | None",
     ),
     Option(
         "alibi_slopes",
@@ -218,6 +229,7 @@ TABLE = (
         part_of="alibi_slopes",
         flag="ALIBI",
         stride="alibi_stride",
+        with_caches=True,
     ),
     Option(
         "bias",
@@ -255,6 +267,7 @@ TABLE = (
         part_of="sink",
         flag="SINK",
         stride="sink_stride",
+        with_caches=True,
     ),
     Option(
         "segment_ids_q",
@@ -283,8 +296,9 @@ TABLE = (
         part_of="dropout",
         flag="DROPOUT",
         numbers=_dropout,
+        hint="float",
     ),
-    Option("seed", check=checks.seed),
+    Option("seed", check=checks.seed, hint="int | None"),
     Option(
         "cu_seqlens_q",
         _indices((), "(sequences + 1,)"),
@@ -308,12 +322,14 @@ TABLE = (
         check=checks.length,
         numbers=_longest_q,
         needs=("cu_seqlens_q",),
+        hint="int | None",
     ),
     Option(
         "max_seqlen_k",
         check=checks.length,
         numbers=_longest_k,
         needs=("cu_seqlens_k",),
+        hint="int | None",
     ),
     Option(
         "return_dbias",
@@ -324,6 +340,7 @@ TABLE = (
         numbers=_dbias,
         needs=("bias",),
         of_gradients=True,
+        hint="bool",
     ),
     Option(
         "return_dsink",
@@ -332,11 +349,18 @@ TABLE = (
         nothing=False,
         needs=("sink",),
         of_gradients=True,
+        hint="bool",
     ),
 )
 
+BY_NAME = {option.name: option for option in TABLE}
 ARRAYS = tuple(option.name for option in TABLE if option.array)
-_BY_NAME = {option.name: option for option in TABLE}
+
+# The options of calls: of `forward` and what it gives `jvp` and others, of
+# `backward`, of `forward_kvcache`.
+FORWARD = tuple(x.name for x in TABLE if not x.of_gradients)
+BACKWARD = tuple(BY_NAME)
+KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
 
 
 # Derived from the table ---------------------------------------------------
@@ -346,11 +370,17 @@ def passed(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a call that differ from their defaults."""
     options = {}
     for name, value in given.items():
-        default = _BY_NAME[name].default
+        default = BY_NAME[name].default
         same = type(value) is type(default) and value == default
         if value is not None and not same:
             options[name] = value
     return options
+
+
+def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those that differ from their defaults: what is no array, and arrays."""
+    others = passed(given)
+    return others, {x: others.pop(x) for x in ARRAYS if x in others}
 
 
 def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
@@ -467,14 +497,14 @@ def numbers_of(given: Mapping[str, Any]) -> tuple[Numbers, int]:
 def _check_partners(given: Mapping[str, Any]) -> None:
     """Check the options that require or exclude one another."""
     for name in given:
-        for needed in _BY_NAME[name].needs:
+        for needed in BY_NAME[name].needs:
             if needed not in given:
                 raise ValueRangeError(
                     f"{name} is given without {needed}, expected {needed} "
                     "too: neither has an effect alone"
                 )
     for name in given:
-        for other in _BY_NAME[name].not_with:
+        for other in BY_NAME[name].not_with:
             if other in given:
                 raise UnsupportedError(
                     f"{name} is given with {other}, expected one of "
@@ -587,7 +617,7 @@ INDICES = frozenset(
 
 
 def _rule(name: str) -> Array:
-    rule = _BY_NAME[name].array
+    rule = BY_NAME[name].array
     assert rule is not None
     return rule
 

@@ -1,4 +1,4 @@
-"""The types of options are those of the calls' signatures."""
+"""The types of options are those of the table and the calls' signatures."""
 
 import inspect
 from importlib.util import find_spec
@@ -7,33 +7,48 @@ import pytest
 
 import cuflash
 from cuflash.api import types as array_types
+from cuflash.request import options
+from helpers.static_types import fields_of
 
 CALLS = {
-    "forward": (array_types.ForwardOptions, {"return_lse"}),
-    "backward": (
-        array_types.BackwardOptions, {"return_dbias", "return_dsink"},
-    ),
-    "vjp": (array_types.VjpOptions, {"return_lse"}),
-    "forward_kvcache": (array_types.KVCacheOptions, {"return_lse"}),
-    "apply_rotary": (array_types.RotaryOptions, set()),
-}  # fmt: skip
-BRIDGES = {"torch": array_types.TorchOptions, "jax": array_types.JaxOptions}
+    "forward": ("ForwardOptions", {"return_lse"}),
+    "backward": ("BackwardOptions", {"return_dbias", "return_dsink"}),
+    "vjp": ("VjpOptions", {"return_lse"}),
+    "forward_kvcache": ("KVCacheOptions", {"return_lse"}),
+    "apply_rotary": ("RotaryOptions", set()),
+}
+BRIDGES = {"torch": "TorchOptions", "jax": "JaxOptions"}
 
 
-def options_of(call):
+def keywords_of(call):
     parameters = inspect.signature(call).parameters.values()
     return {x.name: x for x in parameters if x.kind is x.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [("Options", options.FORWARD), ("CacheOptionsOf", options.KVCACHE)],
+)
+def test_the_table(kind, names):
+    fields = fields_of(kind, array_types.__file__)
+    assert fields.keys() == set(names)
+    for name, annotation in fields.items():
+        array = "A | None" if kind == "CacheOptionsOf" else "Array | None"
+        hint = options.BY_NAME[name].hint or array
+        window = "tuple[int | None, int | None]"
+        assert annotation == hint.replace(window, "Window")
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_options(name):
     kind, others = CALLS[name]
-    known = options_of(getattr(cuflash, name))
-    assert kind.__annotations__.keys() | others == known.keys()
-    for option, annotation in kind.__annotations__.items():
+    fields = fields_of(kind, array_types.__file__)
+    known = keywords_of(getattr(cuflash, name))
+    assert fields.keys() | others == known.keys()
+    for option, annotation in fields.items():
         asked = known[option].annotation
         kept = asked.replace("tuple[int | None, int | None]", "Window")
-        assert asked == "Any" or annotation.__forward_arg__ == kept, option
+        assert asked == "Any" or annotation == kept, option
 
 
 @pytest.mark.parametrize("bridge", BRIDGES)
@@ -41,5 +56,5 @@ def test_options_of_bridges(bridge):
     if not find_spec(bridge):
         pytest.skip(f"needs {bridge}")
     attention = __import__(f"cuflash.{bridge}", fromlist="_").attention
-    known = options_of(attention).keys()
-    assert BRIDGES[bridge].__annotations__.keys() | {"return_lse"} == known
+    fields = fields_of(BRIDGES[bridge], array_types.__file__)
+    assert fields.keys() | {"return_lse"} == keywords_of(attention).keys()
