@@ -236,9 +236,6 @@ def forward_kvcache(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True)[:, -1:])
     True
     """
-    asked, of_options = split_options(
-        "cuflash.forward_kvcache", options, positional
-    )
     given = {
         "q": q,
         "k_cache": k_cache,
@@ -255,8 +252,13 @@ def forward_kvcache(
         "k_scale": k_scale,
         "v_scale": v_scale,
         "out": out,
-        **of_options,
     }
+    asked: dict[str, Any] = {}
+    if options or positional:
+        asked, arrays = split_options(
+            "cuflash.forward_kvcache", options, positional
+        )
+        given |= arrays
     cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)
     if validate_kvcache.is_int(cache_seqlens):
         given["cache_seqlens"] = None

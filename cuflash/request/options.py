@@ -368,19 +368,29 @@ KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
 
 def passed(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a call that differ from their defaults."""
-    options = {}
-    for name, value in given.items():
-        default = BY_NAME[name].default
-        same = type(value) is type(default) and value == default
-        if value is not None and not same:
-            options[name] = value
-    return options
+    others, arrays = split(given)
+    return others | arrays
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those that differ from their defaults: what is no array, and arrays."""
-    others = passed(given)
-    return others, {x: others.pop(x) for x in ARRAYS if x in others}
+    """Those that differ from their defaults: what is no array, and arrays.
+
+    The arrays are in the table's order.
+    """
+    others: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        option = BY_NAME[name]
+        default = option.default
+        if option.array:
+            arrays[name] = value
+        elif type(value) is not type(default) or value != default:
+            others[name] = value
+    if len(arrays) > 1:
+        arrays = {x: arrays[x] for x in ARRAYS if x in arrays}
+    return others, arrays
 
 
 def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
