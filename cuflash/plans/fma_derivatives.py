@@ -25,6 +25,7 @@ from .steps import (
     double_delta_launch,
     element_bytes,
     gradient_constants,
+    gradients_of_rows,
     is_linear,
     jvp_in_one,
     lse_rest_buffers,
@@ -35,7 +36,6 @@ from .steps import (
     option_launches,
     sections,
     semaphore_buffers,
-    sink_launches,
     tangent_constants,
 )
 
@@ -167,7 +167,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *lse_rest_launches(problem),
             double_delta_launch(problem, tile.block_q, adds_to_dq=True),
             Launch(kernel, k_tiles * pairs),
-            *sink_launches(problem, tile),
+            *gradients_of_rows(problem, tile),
         ),
         **sections(
             problem,

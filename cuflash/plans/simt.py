@@ -12,12 +12,12 @@ from .steps import (
     delta_buffer,
     delta_launch,
     element,
+    gradients_of_rows,
     lse_rest_buffers,
     lse_rest_launches,
     option_buffers,
     option_constants,
     option_launches,
-    sink_launches,
 )
 
 
@@ -159,7 +159,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             delta_launch(problem, tile.block_q, 0),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
-            *sink_launches(problem, tile),
+            *gradients_of_rows(problem, tile),
         ),
         workspace=(
             *option_buffers(problem, tile),

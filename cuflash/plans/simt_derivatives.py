@@ -12,12 +12,12 @@ from .steps import (
     delta_buffer,
     delta_dot_buffer,
     double_delta_launch,
+    gradients_of_rows,
     lse_rest_buffers,
     lse_rest_launches,
     num_directions,
     option_buffers,
     option_launches,
-    sink_launches,
     tangent_constants,
 )
 
@@ -139,7 +139,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             double_delta_launch(problem, tile.block_q),
             Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
             Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
-            *sink_launches(problem, tile),
+            *gradients_of_rows(problem, tile),
         ),
         workspace=(
             *option_buffers(problem, tile),

@@ -14,6 +14,7 @@ from .steps import (
     delta_launch,
     forward_in_one,
     gradient_constants,
+    gradients_of_rows,
     is_linear,
     kept_and_summed,
     lse_rest_buffers,
@@ -27,7 +28,6 @@ from .steps import (
     run_tiles,
     sections,
     semaphore_buffers,
-    sink_launches,
     tile_bytes,
 )
 
@@ -147,7 +147,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             rounding_launch(
                 problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps
             ),
-            *sink_launches(problem, tile),
+            *gradients_of_rows(problem, tile),
         ),
         **sections(
             problem, device, main, problem.num_heads_kv, shared_by_head,

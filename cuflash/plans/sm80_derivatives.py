@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
+from cuflash.request.options import acts
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
@@ -23,6 +24,7 @@ from .steps import (
     delta_dot_buffer,
     double_delta_launch,
     gradient_constants,
+    gradients_of_rows,
     is_linear,
     jvp_in_one,
     lse_rest_buffers,
@@ -36,7 +38,6 @@ from .steps import (
     rounding_launch,
     sections,
     semaphore_buffers,
-    sink_launches,
     tangent_constants,
     tile_bytes,
 )
@@ -115,14 +116,14 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
 def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
     """Whether what is kept, and scores or sums of dq, stay in registers.
 
-    A softcap has two more tiles of scores: slopes and curvatures.
+    Bent scores have two more tiles: slopes and curvatures.
     """
     if not shares_gradients(problem, tile):
         return False
     d, dv = padded_head_dims(problem)
     threads = tile.num_warps * 32
     kept = tile.block_k * (d + dv) // threads
-    tiles = 6 if problem.softcap else 4
+    tiles = 6 if "bends" in acts(problem) else 4
     scores = tiles * tile.block_q * tile.block_k // threads
     dq = tile.block_q * d // threads
     registers = _REGISTERS_OF_SM // (threads * tile.blocks_per_sm)
@@ -157,7 +158,7 @@ def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             rounding_launch(
                 problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps
             ),
-            *sink_launches(problem, tile),
+            *gradients_of_rows(problem, tile),
         ),
         **sections(
             problem,

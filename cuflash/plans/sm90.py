@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
-from cuflash.request.options import has_order
+from cuflash.request.options import acts, has_order
 from cuflash.request.problem import Problem
 
 from .kernel import (
@@ -21,6 +21,7 @@ from .rounding import ceil_div, round_up
 from .steps import (
     ROW_THREADS,
     count_tiles,
+    gradients_of_rows,
     has_lse_rests,
     heads_per_section,
     is_linear,
@@ -33,7 +34,6 @@ from .steps import (
     option_launches,
     rounding_launch,
     run_tiles,
-    sink_launches,
     some_options,
     tile_bytes,
     window_of,
@@ -56,7 +56,7 @@ _HEAD_DIMS = {
 _REGISTERS = {(2, 1): 196, (3, 1): 128, (1, 2): 188, (1, 3): 96}
 
 
-# Extra registers for a mask, or for a softcap with certain other options.
+# Extra registers for a mask, or for bent scores with certain other options.
 # Above head_dim 128 no smaller tile is fast, so a few bytes are spilled.
 _OPTION_REGISTERS = 32
 
@@ -148,7 +148,8 @@ def _has_alibi_mma(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's ALIBI_MMA."""
     return (
         problem.alibi_slopes
-        and not (problem.softcap or problem.bias)
+        and not problem.bias
+        and "bends" not in acts(problem)
         and max(head_dims(problem)) <= _WIDEST_WITH_SLOPES
     )
 
@@ -176,10 +177,10 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
     room = _REGISTERS.get((tile.block_q // 64, tile.blocks_per_sm), 0)
     used = tile.block_k * 3 // 4 + dv // 2
-    softcap_and_more = problem.softcap and (
+    bent_and_more = "bends" in acts(problem) and (
         problem.bias or problem.segment_ids or is_packed(problem)
     )
-    if dv <= 128 and (problem.mask or softcap_and_more):
+    if dv <= 128 and (problem.mask or bent_and_more):
         used += _OPTION_REGISTERS
     if dv <= 128 and problem.bias:
         used += tile.block_k // 4  # biases read from shared memory
@@ -397,7 +398,7 @@ def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """
     if not {"window", "segment_ids"}.isdisjoint(problem.options):
         return True
-    is_plain = set(problem.options) <= {"sink"}
+    is_plain = acts(problem) <= {"rows"}
     return is_plain and tile.block_q > 64 and tile.num_stages == 2
 
 
@@ -439,7 +440,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
         return False  # a warpgroup computes all 64 rows, and 64 columns, of dq
     if tile.block_q > 64 and d > 64:
         return False  # or 64 rows, and all columns
-    if (problem.softcap or problem.dropout) and tile.block_q > 64:
+    if acts(problem) & {"bends", "drops"} and tile.block_q > 64:
         return False  # no registers for derivatives, or for P and kept P
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
@@ -529,8 +530,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
         longest_first=not in_turns,
     )  # fmt: skip
-    masks = {"window", "segment_ids", "mask", "cu_seqlens"}
-    is_masked = problem.causal or not masks.isdisjoint(problem.options)
+    is_masked = problem.causal or bool(acts(problem) & {"tiles", "pairs"})
     return Plan(
         problem,
         "sm90",
@@ -552,7 +552,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 semaphores=semaphores,
                 integers=integers,
             ),
-            *sink_launches(problem, tile, "Wgmma", integers=integers),
+            *gradients_of_rows(problem, tile, "Wgmma", integers=integers),
         ),  # fmt: skip
         heads_per_section=heads,
         last_section=last,

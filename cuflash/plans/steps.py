@@ -44,8 +44,7 @@ def last_section(
     longest tile of the last few heads. A pair has `tiles`; `running` blocks
     run at a time.
     """
-    others = {"window", "segment_ids", "cu_seqlens"}
-    has_triangle = problem.causal and others.isdisjoint(problem.options)
+    has_triangle = problem.causal and "tiles" not in options.acts(problem)
     if not has_triangle or not longest_first:
         return EVEN_SECTIONS
     least = ceil_div(_LAST_CAUSAL_TILES * running, max(tiles, 1))
@@ -133,8 +132,7 @@ def tangent_constants(problem: Problem) -> tuple[tuple[str, bool], ...]:
     tangents = problem.tangents
     assert tangents is not None
     moving = tangents.of if tangents.count else ()
-    names = "q", "k", "v", "bias", "sink"
-    return tuple((f"{name.upper()}_DOT", name in moving) for name in names)
+    return tuple((f"{x.upper()}_DOT", x in moving) for x in options.MOVED)
 
 
 def num_directions(problem: Problem) -> int:
@@ -224,7 +222,7 @@ def packed(problem: Problem) -> tuple[str, bool]:
 
 def is_linear(problem: Problem) -> bool:
     """score/score_mod.cuh's LINEAR: scores are QK^T times scale."""
-    return not (problem.softcap or problem.alibi_slopes or problem.bias)
+    return options.acts(problem).isdisjoint(("bends", "adds"))
 
 
 def window_of(problem: Problem) -> float:
@@ -391,7 +389,7 @@ _REST_TILE, _REST_COLUMNS = Tile(64, 64, ROW_THREADS // 32), 32
 
 def has_lse_rests(problem: Problem) -> bool:
     """Whether scores may share an offset: score/lse_rest.cuh."""
-    return bool(problem.alibi_slopes or problem.bias)
+    return "adds" in options.acts(problem)
 
 
 def lse_rest_launches(problem: Problem, kind: str = "") -> tuple[Launch, ...]:
@@ -520,7 +518,7 @@ def rounding_launch(
     return Launch(kernel, blocks)
 
 
-def sink_launches(
+def gradients_of_rows(
     problem: Problem, tile: Tile, kind: str = "", *, integers: bool = False
 ) -> tuple[Launch, ...]:
     """The gradient of sinks, one block per head, if requested.
@@ -530,6 +528,7 @@ def sink_launches(
     if not problem.return_dsink:
         return ()
     shared = 8 * ROW_THREADS
+    flags = dict(options.flags(problem))
     kernel = KernelPlan(
         file="finish/dsink.cu",
         entry="backward_sink",
@@ -540,10 +539,10 @@ def sink_launches(
             ("NUM_THREADS", ROW_THREADS),
             ("SHARED_BYTES", shared),
             ("BLOCK_Q", tile.block_q),
-            ("ALIBI", problem.alibi_slopes),
-            ("BIAS", bool(problem.bias)),
+            ("ALIBI", flags["ALIBI"]),
+            ("BIAS", flags["BIAS"]),
             ("IN_TILES", bool(kind)),
-            ("SEGMENTS", problem.segment_ids),
+            ("SEGMENTS", flags["SEGMENTS"]),
             ("INTEGER_DQ", integers),
         ),
         threads=ROW_THREADS,
@@ -706,7 +705,7 @@ def backward_in_one(
             *lse_rest_launches(problem),
             delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
             Launch(main, k_tiles * pairs),
-            *sink_launches(problem, tile),
+            *gradients_of_rows(problem, tile),
         ),
         **sections(
             problem, device, main, problem.num_heads_kv, shared_by_head,

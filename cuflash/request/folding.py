@@ -12,11 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cuflash.request.options import TABLE
+
 Names = tuple[str, ...]
 
+_ARRAYS = {x.name: x.array for x in TABLE if x.array}
+
 # The rank with a batch axis. Without one, a batch shares the array.
-_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2, "segment_ids_q": 2,
-         "segment_ids_k": 2}  # fmt: skip
+_RANK = {name: len(x.axes) for name, x in _ARRAYS.items() if "batch" in x.axes}
+
+# Options that have none, and those among them that pack sequences.
+_WHOLE = {x.name for x in TABLE} - _RANK.keys()
+_PACKS = {name for name, x in _ARRAYS.items() if not x.axes}
 
 
 def is_folded(
@@ -35,8 +42,8 @@ def is_folded(
         The arrays that are differentiated.
     """
     own = {x for x, is_mapped in zip(inputs, mapped, strict=True) if is_mapped}
-    by_index = "cu_seqlens_q" in inputs or has_dropout
-    return not (by_index or own & {"sink", "seed"} or "sink" in wrt)
+    by_index = has_dropout or not _PACKS.isdisjoint(inputs)
+    return not by_index and _WHOLE.isdisjoint((*own, *wrt))
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Fold:
 
     def joined(self, name: str, x: Any, is_mapped: bool) -> Any:
         """An operand for ``size * batch`` sequences."""
-        if name in ("sink", "seed"):
+        if name in _WHOLE:
             return x
         if not is_mapped:
             if self._is_shared(name, x):
@@ -77,7 +84,7 @@ class Fold:
         """Whether an operand serves any number of sequences as it is."""
         if name not in _RANK or name in self.wrt:
             return False
-        broadcasts = name in ("bias", "mask") and x.shape[0] == 1
+        broadcasts = _ARRAYS[name].broadcasts and x.shape[0] == 1
         return broadcasts or x.ndim < _RANK[name]
 
     def split(self, x: Any, batch: int) -> Any:

@@ -80,6 +80,11 @@ class Option:
     part_of : str
         Its name in `Problem.options`, which two options may share. If empty,
         the problem's field with the option's name tells.
+    acts : str
+        What it does, for decisions that several options share: ``"tiles"``,
+        hide whole tiles of pairs; ``"pairs"``, hide pairs alone; ``"bends"``,
+        map scores; ``"adds"``, move them; ``"drops"`` weights; ``"rows"``,
+        act on each row as a whole.
     flag : str
         The kernel constant that is true if a call has the option.
     stride : str
@@ -96,6 +101,8 @@ class Option:
         it: with ``deterministic=True`` they sum integers, in any order.
     of_gradients : bool
         Whether only `cuflash.backward` has it.
+    moves : bool
+        Whether the array has tangents and a gradient.
     with_caches : bool
         Whether `cuflash.forward_kvcache` has it too.
     hint : str
@@ -109,6 +116,7 @@ class Option:
     default: Any = None
     nothing: Any = None
     part_of: str = ""
+    acts: str = ""
     flag: str = ""
     stride: str = ""
     numbers: Callable[[Signature], dict[str, Any]] | None = None
@@ -116,6 +124,7 @@ class Option:
     not_with: tuple[str, ...] = ()
     no_order: tuple[str, ...] = ()
     of_gradients: bool = False
+    moves: bool = False
     with_caches: bool = False
     hint: str = ""
 
@@ -202,6 +211,7 @@ TABLE = (
         check=checks.window,
         nothing=(None, None),
         part_of="window",
+        acts="tiles",
         flag="WINDOW",
         numbers=_window,
         with_caches=True,
@@ -212,6 +222,7 @@ TABLE = (
         check=checks.softcap,
         nothing=0.0,
         part_of="softcap",
+        acts="bends",
         flag="SOFTCAP",
         numbers=_softcap,
         with_caches=True,
@@ -227,6 +238,7 @@ TABLE = (
             by_sequence=True,
         ),
         part_of="alibi_slopes",
+        acts="adds",
         flag="ALIBI",
         stride="alibi_stride",
         with_caches=True,
@@ -241,9 +253,11 @@ TABLE = (
             broadcasts=True,
         ),
         part_of="bias",
+        acts="adds",
         flag="BIAS",
         stride="bias_stride",
         not_with=("cu_seqlens_q",),
+        moves=True,
     ),
     Option(
         "mask",
@@ -255,6 +269,7 @@ TABLE = (
             broadcasts=True,
         ),
         part_of="mask",
+        acts="pairs",
         flag="HAS_MASK",
         stride="mask_stride",
         not_with=("cu_seqlens_q",),
@@ -265,14 +280,17 @@ TABLE = (
             ("lse",), "it is a logit, as lse is", ("num_heads_q",), "(heads,)"
         ),
         part_of="sink",
+        acts="rows",
         flag="SINK",
         stride="sink_stride",
         with_caches=True,
+        moves=True,
     ),
     Option(
         "segment_ids_q",
         _indices(("batch", "seqlen_q"), "(batch, seqlen)"),
         part_of="segment_ids",
+        acts="tiles",
         flag="SEGMENTS",
         stride="ids_q_stride",
         needs=("segment_ids_k",),
@@ -283,6 +301,7 @@ TABLE = (
         "segment_ids_k",
         _indices(("batch", "seqlen_k"), "(batch, seqlen)"),
         part_of="segment_ids",
+        acts="tiles",
         stride="ids_k_stride",
         needs=("segment_ids_q",),
         not_with=("cu_seqlens_q",),
@@ -294,6 +313,7 @@ TABLE = (
         default=0.0,
         nothing=0.0,
         part_of="dropout",
+        acts="drops",
         flag="DROPOUT",
         numbers=_dropout,
         hint="float",
@@ -303,6 +323,7 @@ TABLE = (
         "cu_seqlens_q",
         _indices((), "(sequences + 1,)"),
         part_of="cu_seqlens",
+        acts="tiles",
         flag="PACKED",
         stride="offset_q_stride",
         numbers=_sequences,
@@ -313,6 +334,7 @@ TABLE = (
         "cu_seqlens_k",
         _indices((), "(sequences + 1,)"),
         part_of="cu_seqlens",
+        acts="tiles",
         stride="offset_k_stride",
         needs=("cu_seqlens_q",),
         no_order=("sm90",),
@@ -356,6 +378,9 @@ TABLE = (
 BY_NAME = {option.name: option for option in TABLE}
 ARRAYS = tuple(option.name for option in TABLE if option.array)
 
+# What has tangents and gradients, in the order of `Problem.tangents`.
+MOVED = ("q", "k", "v", *(x.name for x in TABLE if x.moves))
+
 # The options of calls: of `forward` and what it gives `jvp` and others, of
 # `backward`, of `forward_kvcache`.
 FORWARD = tuple(x.name for x in TABLE if not x.of_gradients)
@@ -391,6 +416,14 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if len(arrays) > 1:
         arrays = {x: arrays[x] for x in ARRAYS if x in arrays}
     return others, arrays
+
+
+_ACTS = {option.part_of: option.acts for option in TABLE if option.acts}
+
+
+def acts(problem: Problem) -> frozenset[str]:
+    """What the options of a problem do; see `Option`."""
+    return frozenset(_ACTS[name] for name in problem.options)
 
 
 def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 DType = Literal["float16", "bfloat16", "float32", "float64"]
@@ -114,6 +114,11 @@ class Tangents:
     count: int = 1
 
 
+def option(absent: Any, name: str = "") -> Any:
+    """A field of an option: its value without it, its name if another."""
+    return field(default=absent, metadata={"option": name})
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention problem, without its arrays.
@@ -156,16 +161,16 @@ class Problem:
     deterministic: bool = False
     precision: Literal["tf32x3"] | None = None
     num_splits: int | None = None
-    window: tuple[int | None, int | None] = (None, None)
-    softcap: float = 0.0
-    dropout: float = 0.0
-    alibi_slopes: bool = False
-    bias: str | None = None
+    window: tuple[int | None, int | None] = option((None, None))
+    softcap: float = option(0.0)
+    alibi_slopes: bool = option(False)
+    bias: str | None = option(None)
+    mask: bool = option(False)
+    sink: bool = option(False)
+    segment_ids: bool = option(False)
+    dropout: float = option(0.0)
+    num_sequences: int | None = option(None, "cu_seqlens")
     bias_is_broadcast: bool = False
-    mask: bool = False
-    sink: bool = False
-    segment_ids: bool = False
-    num_sequences: int | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     return_dbias: bool = False
@@ -177,21 +182,14 @@ class Problem:
     return_ddlse: bool = False
     num_states: int = 0
 
-    @property
+    @functools.cached_property
     def options(self) -> tuple[str, ...]:
         """The names of the options that are present."""
-        has = {
-            "window": self.window != (None, None),
-            "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
-            "bias": self.bias,
-            "mask": self.mask,
-            "sink": self.sink,
-            "segment_ids": self.segment_ids,
-            "dropout": self.dropout,
-            "cu_seqlens": self.num_sequences is not None,
-        }
-        return tuple(name for name, value in has.items() if value)
+        return tuple(
+            x.metadata["option"] or x.name
+            for x in _OPTIONS
+            if getattr(self, x.name) != x.default
+        )
 
     @property
     def group_size(self) -> int:
@@ -202,6 +200,9 @@ class Problem:
     def lse_dtype(self) -> Literal["float32", "float64"]:
         """The dtype of lse."""
         return "float64" if self.dtype == "float64" else "float32"
+
+
+_OPTIONS = tuple(x for x in fields(Problem) if "option" in x.metadata)
 
 
 @dataclass(frozen=True)
