@@ -209,10 +209,10 @@ def forward(
 
     Notes
     -----
-    A query that sees no key has out 0 and lse -inf. Only masks decide which
-    keys are visible: a key with score -inf is visible and has weight 0. NaN
-    or inf in an input spreads only to rows that see it. Results are bitwise
-    reproducible from run to run.
+    A query that sees no key has out 0 and lse -inf (with a sink, the sink).
+    Only masks decide which keys are visible: a key with score -inf is visible
+    and has weight 0. NaN or inf in an input spreads only to rows that see it.
+    Results are bitwise reproducible from run to run.
 
     Scores are float32 (float64 for float64 inputs), also for NumPy arrays. A
     row with a score that overflows has out NaN and lse inf; a row whose

@@ -195,9 +195,10 @@ def forward_kvcache(
     Notes
     -----
     The caches are written only where new tokens are appended. A sequence
-    with n = 0 has out 0 and lse -inf (with a sink, the sink), and so has a
-    query of no sequence. Rotary positions and n count from the start of the
-    cache, also with `cache_leftpad`; a query that sees no token has out 0.
+    with n = 0, and a query of no sequence, have out and lse of a query that
+    sees no key in `forward`. Rotary positions and n count from the start of
+    the cache, also with `cache_leftpad`; a query that sees no token has out
+    0.
 
     Lengths are invalid if they are negative or n exceeds the capacity; pages
     and slots if they are outside the caches, for a token that exists;

@@ -17,7 +17,7 @@ from typing import (
 from cuflash.api import foreign_names
 from cuflash.api.attention import backward, forward
 from cuflash.api.foreign_names import split_options
-from cuflash.request.options import FORWARD
+from cuflash.request.options import BY_NAME, FORWARD
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,38 +99,30 @@ class Vjp(Generic[_Array]):
         -------
         Gradients
         """
-        options = self._options
-        has = {
-            "bias": options.get("bias") is not None,
-            "sink": options.get("sink") is not None,
+        wanted: dict[str, Any] = {
+            "return_dbias": return_dbias,
+            "return_dsink": return_dsink,
         }
-        if return_dbias is not None:
-            has["bias"] = return_dbias
-        if return_dsink is not None:
-            has["sink"] = return_dsink
-        found = iter(
-            backward(
-                dout,
-                *self._given,
-                **options,
-                dlse=dlse,
-                deterministic=deterministic,
-                block_q=block_q,
-                block_k=block_k,
-                dq=dq,
-                dk=dk,
-                dv=dv,
-                return_dbias=has["bias"],
-                return_dsink=has["sink"],
-            )
+        for name, is_wanted in wanted.items():
+            if is_wanted is None:
+                (moved,) = BY_NAME[name].needs
+                wanted[name] = self._options.get(moved) is not None
+        found = backward(
+            dout,
+            *self._given,
+            **self._options,
+            dlse=dlse,
+            deterministic=deterministic,
+            block_q=block_q,
+            block_k=block_k,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **wanted,
         )
-        return Gradients(
-            dq=next(found),
-            dk=next(found),
-            dv=next(found),
-            dbias=next(found) if has["bias"] else None,
-            dsink=next(found) if has["sink"] else None,
-        )
+        others = (x.removeprefix("return_") for x in wanted if wanted[x])
+        names = "dq", "dk", "dv", *others
+        return Gradients(**dict(zip(names, found, strict=True)))
 
 
 @overload

@@ -99,7 +99,7 @@ class Runner(Protocol):
         """Out and lse; lse may be None if it is not requested."""
 
     def backward(self, call: Call) -> tuple[Any, ...]:
-        """dq, dk, dv; dbias and dsink if requested."""
+        """dq, dk, dv; the gradients of options if requested."""
 
     def merge_states(self, call: Call) -> tuple[Any, Any]:
         """Out and lse."""
@@ -120,4 +120,4 @@ class Runner(Protocol):
         """End a call: let the owners of its arrays go on."""
 
     def double_backward(self, call: Call) -> tuple[Any, ...]:
-        """d2q, d2k, d2v, ddout; d2bias, d2sink, ddlse if requested."""
+        """d2q, d2k, d2v, ddout; those of options, ddlse if requested."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cuflash.request.options import acts
 from cuflash.request.problem import ALIGNMENT, Problem
 
 from .kernel import KernelPlan, Launch
@@ -36,7 +37,7 @@ def append_launches(
             ("Table", ELEMENTS.get(table, table)),
             ("HAS_NEW", cache.seqlen_new > 0),
             ("ROTARY", rotary is not None),
-            ("ORDERED", problem.causal or problem.window != (None, None)),
+            ("ORDERED", problem.causal or "tiles" in acts(problem)),
             ("NUM_THREADS", ROW_THREADS),
             ("Arguments", "ForwardKVCacheArguments"),
             *constants,

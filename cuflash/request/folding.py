@@ -2,8 +2,8 @@
 
 The mapped axis joins batch where elements of a batch are independent of each
 other's index. Packed sequences have no batch axis, dropout depends on the
-index in a batch, and the gradient of sink is summed over the batch: their
-calls run one after another.
+index in a batch, and the gradient of an option without that axis is summed
+over the batch: their calls run one after another.
 """
 
 from __future__ import annotations
