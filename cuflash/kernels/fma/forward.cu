@@ -24,7 +24,7 @@
 #include "fma/loads_ahead.cuh"
 #include "fma/query_rows.cuh"
 #include "common/forward_loads.cuh"
-#include "common/scheduler.cuh"
+#include "common/query_tile.cuh"
 #include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
 
@@ -178,17 +178,6 @@ __device__ __forceinline__ void store(
     }
 }
 
-// The block's tile. The last tiles, which see the most keys, come first. Computed in the prologue
-// and again in the epilogue: a few divisions, but no registers in between.
-__device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& args) {
-    const Shape& shape = arrays_of(args).shape;
-    const int num_tiles = num_query_tiles(args, BLOCK_Q);
-    TileCoord coord = tile_of_block(
-        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch, arrays_of(args).schedule);
-    coord.tile = num_tiles - 1 - coord.tile;
-    return coord;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 forward_fma(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -198,7 +187,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
     const Shape& call_shape = arrays_of(call_args).shape;
     Mask<CAUSAL, WINDOW> mask{
         call_shape.seqlen_q, call_shape.seqlen_k, window_of<WINDOW>(call_args)};
-    TileCoord coord = tile_of_this_block(call_args);
+    TileCoord coord = query_tile_of_block<true>(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
@@ -265,7 +254,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
     }
 
     // Epilogue.
-    coord = tile_of_this_block(call_args);
+    coord = query_tile_of_block<true>(call_args);
     const auto same_sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     const Arguments& same_args = sequence_arguments(call_args, same_sequence, BLOCK_Q);
     store(same_args, coord, coord.tile * BLOCK_Q + warp_row + lane_row(), acc, rows);

@@ -31,7 +31,7 @@
 #include "fma/jvp_loads.cuh"
 #include "fma/query_rows.cuh"
 #include "fma/tangents.cuh"
-#include "common/scheduler.cuh"
+#include "common/query_tile.cuh"
 #include "score/directions.cuh"
 #include "score/head_options.cuh"
 #include "score/row_reference.cuh"
@@ -321,17 +321,12 @@ __device__ __forceinline__ void store(
     }
 }
 
-// The block's tile, longest first, and first direction. Computed in the prologue and again in the
-// epilogue, as in fma/forward.cu.
+// The block's tile and first direction.
 struct BlockCoord { TileCoord coord; int direction; };
 __device__ __forceinline__ BlockCoord coord_of_this_block(const Arguments& args) {
-    const Shape& shape = arrays_of(args).shape;
-    const int block = opaque(blockIdx.x), groups = num_direction_groups(args.tangents);
-    const int num_tiles = num_query_tiles(args, BLOCK_Q);
-    TileCoord coord = tile_of_block(block / groups, num_tiles, shape.num_heads_q, shape.batch,
-                                    arrays_of(args).schedule);
-    coord.tile = num_tiles - 1 - coord.tile;
-    return {coord, first_direction_of(block % groups, args.tangents)};
+    const int groups = num_direction_groups(args.tangents);
+    return {query_tile_of_block<true>(args, groups),
+            first_direction_of(opaque(blockIdx.x) % groups, args.tangents)};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)

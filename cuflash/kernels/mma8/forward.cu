@@ -27,7 +27,7 @@
 #include "mma8/visible_pairs.cuh"
 #include "common/forward_loads.cuh"
 #include "score/dropout.cuh"
-#include "common/scheduler.cuh"
+#include "common/query_tile.cuh"
 #include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
 
@@ -190,18 +190,6 @@ __device__ __forceinline__ void store(
         }
 }
 
-// The block's tile. The last tiles, which see the most keys, come first.
-__device__ __forceinline__ TileCoord tile_of_this_block(
-    const Arguments& call_args, const Mask<CAUSAL, WINDOW>& mask) {
-    const Shape& shape = arrays_of(call_args).shape;
-    const int num_tiles = PACKED
-        ? num_query_tiles(call_args, BLOCK_Q) : mask.num_tiles(shape.seqlen_q, BLOCK_Q);
-    TileCoord coord = tile_of_block(
-        blockIdx.x, num_tiles, shape.num_heads_q, shape.batch, arrays_of(call_args).schedule);
-    coord.tile = num_tiles - 1 - coord.tile;
-    return coord;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 forward_mma8(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -211,7 +199,7 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
     const Shape& call_shape = arrays_of(call_args).shape;
     Mask<CAUSAL, WINDOW> mask{
         call_shape.seqlen_q, call_shape.seqlen_k, window_of<WINDOW>(call_args)};
-    TileCoord coord = tile_of_this_block(call_args, mask);
+    TileCoord coord = query_tile_of_block<false>(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

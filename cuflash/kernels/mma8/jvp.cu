@@ -31,7 +31,7 @@
 #include "mma8/tangent_matmuls.cuh"
 #include "mma8/visible_pairs.cuh"
 #include "common/forward_loads.cuh"
-#include "common/scheduler.cuh"
+#include "common/query_tile.cuh"
 #include "score/head_options.cuh"
 #include "score/lse_rest.cuh"
 #include "score/tangents.cuh"
@@ -301,14 +301,9 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
-    // Prologue: find the tile, the last tiles first; start loading Q, Q' and the last K, K'.
-    const Shape& call_shape = arrays_of(call_args).shape;
-    const int direction = blockIdx.x % call_args.tangents.num_directions;
-    const int num_tiles = num_query_tiles(call_args, BLOCK_Q);
-    TileCoord coord = tile_of_block(
-        blockIdx.x / call_args.tangents.num_directions, num_tiles, call_shape.num_heads_q,
-        call_shape.batch, arrays_of(call_args).schedule);
-    coord.tile = num_tiles - 1 - coord.tile;
+    // Prologue: find the tile; start loading Q, Q' and the last K, K'.
+    const int directions = call_args.tangents.num_directions, direction = blockIdx.x % directions;
+    TileCoord coord = query_tile_of_block<false>(call_args, directions);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

@@ -11,9 +11,9 @@
 #include "common/types.cuh"
 #include "common/mask.cuh"
 #include "simt/simt.cuh"
+#include "simt/tiles.cuh"
 #include "score/head_options.cuh"
 #include "score/lse_rest.cuh"
-#include "common/packed_sequences.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 

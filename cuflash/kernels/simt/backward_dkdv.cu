@@ -86,11 +86,7 @@ backward_simt_dkdv(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
-    // Which tile of which key head.
-    const Shape& call_shape = arrays_of(call_args).shape;
-    const int kv_head = blockIdx.x % call_shape.num_heads_kv;
-    const int batch = blockIdx.x / call_shape.num_heads_kv % call_shape.batch;
-    int k_tile = blockIdx.x / call_shape.num_heads_kv / call_shape.batch;
+    auto [k_tile, kv_head, batch] = key_tile_at(call_args, blockIdx.x);
     const auto sequence = sequence_of_block<true>(call_args, k_tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

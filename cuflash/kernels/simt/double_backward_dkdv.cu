@@ -18,7 +18,6 @@
 // Bad at: speed, as simt/forward.cu; all products are computed here and once more for d2Q.
 #include "simt/double_backward.cuh"
 #include "common/flagged_tiles.cuh"
-#include "common/scheduler.cuh"
 #include "common/tile_flags.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_K;
@@ -105,20 +104,9 @@ inline void accumulate(
     }
 }
 
-// Which tile of which key head.
-__device__ __forceinline__ TileCoord tile_at(const Arguments& args, u32 index) {
-    const Shape& shape = arrays_of(args).shape;
-    const int head = index % shape.num_heads_kv;
-    const int batch = index / shape.num_heads_kv % shape.batch;
-    const int tile = index / shape.num_heads_kv / shape.batch;
-    return {tile, head, batch};
-}
-
 __device__ __forceinline__ void compute_tile(
     const Arguments& call_args, SharedPlan& shared, u32 index) {
-    const TileCoord coord = tile_at(call_args, index);
-    const int kv_head = coord.head, batch = coord.batch;
-    int k_tile = coord.tile;
+    auto [k_tile, kv_head, batch] = key_tile_at(call_args, index);
     const auto sequence = sequence_of_block<true>(call_args, k_tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
@@ -181,7 +169,7 @@ double_backward_simt_dkdv(const __grid_constant__ Arguments args) {
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const Shape& shape = arrays_of(args).shape;
     const auto is_flagged = [&](u32 index) {
-        const TileCoord coord = tile_at(args, index);
+        const TileCoord coord = key_tile_at(args, index);
         return has_key_flag(args, coord.batch, coord.head, coord.tile * BLOCK_K);
     };
     for_each_tile(

@@ -17,7 +17,6 @@
 // Bad at: speed, as simt/forward.cu.
 #include "simt/double_backward.cuh"
 #include "common/flagged_tiles.cuh"
-#include "common/scheduler.cuh"
 #include "common/tile_flags.cuh"
 #include "score/dbias.cuh"
 
@@ -71,20 +70,9 @@ inline void accumulate(
     }
 }
 
-// Which tile of which head.
-__device__ __forceinline__ TileCoord tile_at(const Arguments& args, u32 index) {
-    const Shape& shape = arrays_of(args).shape;
-    const int head = index % shape.num_heads_q;
-    const int batch = index / shape.num_heads_q % shape.batch;
-    const int order = index / shape.num_heads_q / shape.batch;
-    return {CAUSAL ? num_query_tiles(args, BLOCK_Q) - 1 - order : order, head, batch};
-}
-
 __device__ __forceinline__ void compute_tile(
     const Arguments& call_args, SharedPlan& shared, u32 index) {
-    const TileCoord coord = tile_at(call_args, index);
-    const int head_index = coord.head, batch = coord.batch;
-    int q_tile = coord.tile;
+    auto [q_tile, head_index, batch] = query_tile_at(call_args, index);
     const auto sequence = sequence_of_block<false>(call_args, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
@@ -148,7 +136,7 @@ double_backward_simt_dq(const __grid_constant__ Arguments args) {
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const Shape& shape = arrays_of(args).shape;
     const auto is_flagged = [&](u32 index) {
-        const TileCoord coord = tile_at(args, index);
+        const TileCoord coord = query_tile_at(args, index);
         return has_query_flag(args, coord.batch, coord.head, coord.tile * BLOCK_Q);
     };
     for_each_tile(

@@ -20,8 +20,8 @@
 #include "common/types.cuh"
 #include "common/mask.cuh"
 #include "simt/simt.cuh"
+#include "simt/tiles.cuh"
 #include "score/head_options.cuh"
-#include "common/packed_sequences.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
@@ -126,12 +126,7 @@ forward_simt(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
 
-    // Which tile of which head.
-    const Shape& call_shape = arrays_of(call_args).shape;
-    const int head = blockIdx.x % call_shape.num_heads_q;
-    const int batch = blockIdx.x / call_shape.num_heads_q % call_shape.batch;
-    const int order = blockIdx.x / call_shape.num_heads_q / call_shape.batch;
-    int q_tile = CAUSAL ? num_query_tiles(call_args, BLOCK_Q) - 1 - order : order;
+    auto [q_tile, head, batch] = query_tile_at(call_args, blockIdx.x);
     const auto sequence = sequence_of_block<false>(call_args, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

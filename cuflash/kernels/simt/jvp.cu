@@ -24,10 +24,10 @@
 #include "common/types.cuh"
 #include "common/mask.cuh"
 #include "simt/simt.cuh"
+#include "simt/tiles.cuh"
 #include "score/head_options.cuh"
 #include "score/row_reference.cuh"
 #include "score/tangents.cuh"
-#include "common/packed_sequences.cuh"
 #include "common/flagged_tiles.cuh"
 #include "common/row_flags.cuh"
 
@@ -255,26 +255,10 @@ inline void store(
         static_cast<Real*>(args.lse_dot)[direction * heads * rows + index] = state.r + b;
 }
 
-// Which tile of which head, in which direction. With PACKED, slots.
-struct TangentTile {
-    int direction, head, batch, q_tile;
-
-    __device__ __forceinline__ TangentTile(const Arguments& args, u32 index) {
-        const Shape& shape = arrays_of(args).shape;
-        direction = index % args.tangents.num_directions;
-        const int block = index / args.tangents.num_directions;
-        head = block % shape.num_heads_q;
-        batch = block / shape.num_heads_q % shape.batch;
-        const int order = block / shape.num_heads_q / shape.batch;
-        q_tile = CAUSAL ? num_query_tiles(args, BLOCK_Q) - 1 - order : order;
-    }
-};
-
 __device__ __forceinline__ void compute_tile(
     const Arguments& call_args, SharedPlan& shared, u32 index) {
-    const TangentTile tile(call_args, index);
-    const int direction = tile.direction, head = tile.head, batch = tile.batch;
-    int q_tile = tile.q_tile;
+    const int directions = call_args.tangents.num_directions, direction = index % directions;
+    auto [q_tile, head, batch] = query_tile_at(call_args, index / directions);
     const auto sequence = sequence_of_block<false>(call_args, q_tile, BLOCK_Q, CAUSAL);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
@@ -338,13 +322,13 @@ jvp_simt(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const Shape& shape = arrays_of(args).shape;
-    const int slices = args.tangents.num_directions * shape.batch;
+    const int directions = args.tangents.num_directions;
     const auto is_flagged = [&](u32 index) {
-        const TangentTile tile(args, index);
-        return has_flag(args, tile.direction * shape.batch + tile.batch, tile.head,
-                        tile.q_tile * BLOCK_Q, BLOCK_Q);
+        const TileCoord coord = query_tile_at(args, index / directions);
+        return has_flag(args, index % directions * shape.batch + coord.batch, coord.head,
+                        coord.tile * BLOCK_Q, BLOCK_Q);
     };
     for_each_tile(
-        num_query_tiles(args, BLOCK_Q) * shape.num_heads_q * slices, is_flagged,
+        num_query_tiles(args, BLOCK_Q) * shape.num_heads_q * shape.batch * directions, is_flagged,
         [&](u32 index) { compute_tile(args, shared, index); });
 }

@@ -23,6 +23,7 @@
 // Slow on Hopper, whose wgmma is about twice as fast, and for few queries with many keys: one block
 // per query tile, and keys are not split among blocks.
 #include "common/long_sums.cuh"
+#include "common/query_tile.cuh"
 #include "sm80/forward_epilogue.cuh"
 #include "sm80/forward_softmax.cuh"
 
@@ -79,18 +80,6 @@ __device__ __forceinline__ void load_queries(
         q_smem, q, qs.token, arrays.shape.seqlen_q - q_start, arrays.shape.head_dim);
 }
 
-// The block's tile. The last tiles, which see the most keys, come first. Computed in the prologue
-// and again in the epilogue, to hold no registers in between; that costs a few divisions.
-__device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_args) {
-    const Shape& shape = arrays_of(call_args).shape;
-    const int num_tiles = num_query_tiles(call_args, BLOCK_Q);
-    TileCoord coord = tile_of_block(
-        opaque(blockIdx.x), num_tiles, shape.num_heads_q, shape.batch,
-        arrays_of(call_args).schedule);
-    coord.tile = num_tiles - 1 - coord.tile;
-    return coord;
-}
-
 // acc in two levels.
 struct OutputSums {
     static constexpr int COUNT = M_TILES * O_TILES * 4, ROWS = M_TILES * 2;
@@ -138,7 +127,7 @@ struct OutputSums {
 __device__ __forceinline__ void finish(
     const Arguments& call_args, SharedPlan& shared, const QueryTile& query_tile, int lane_row,
     Output& acc, SoftmaxState& softmax, bool lacks_nonfinite) {
-    TileCoord coord = tile_of_this_block(call_args);
+    TileCoord coord = query_tile_of_block<true>(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
     store(args, coord, shared_address(&shared.q_then_out), acc, softmax);
@@ -157,7 +146,7 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
     const u32 k_smem = shared_address(&shared.k), v_smem = shared_address(&shared.v);
 
     // Prologue: find the tile; start loading Q and the last K.
-    TileCoord coord = tile_of_this_block(call_args);
+    TileCoord coord = query_tile_of_block<true>(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);

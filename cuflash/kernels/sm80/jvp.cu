@@ -23,6 +23,7 @@
 // while K and K' are.
 //
 // Bad at: head_dim_v above 192, whose sums do not fit in registers.
+#include "common/query_tile.cuh"
 #include "sm80/jvp_epilogue.cuh"
 #include "sm80/row_loads.cuh"
 
@@ -105,18 +106,11 @@ __device__ __forceinline__ void load_queries(
                     q_dot_smem + n * Q_BYTES, start, shape.seqlen_q, shape.head_dim);
 }
 
-// The block's tile. The last tiles, which see the most keys, come first. Computed in the prologue
-// and again in the epilogue, to hold no registers in between.
+// The block's tile.
 __device__ __forceinline__ TileCoord tile_of_this_block(const Arguments& call_args) {
-    const Shape& shape = arrays_of(call_args).shape;
-    const int num_tiles = num_query_tiles(call_args, BLOCK_Q);
-    TileCoord coord = tile_of_block(
-        opaque(blockIdx.x) / num_direction_groups(call_args.tangents), num_tiles, shape.num_heads_q,
-        shape.batch, arrays_of(call_args).schedule);
-    coord.tile = num_tiles - 1 - coord.tile;
-    return coord;
+    return query_tile_of_block<true>(call_args, num_direction_groups(call_args.tangents));
 }
-// The first one.
+// Its first direction.
 __device__ __forceinline__ int direction_of_this_block(const Arguments& call_args) {
     const TangentNumbers& tangents = call_args.tangents;
     return first_direction_of(opaque(blockIdx.x) % num_direction_groups(tangents), tangents);
