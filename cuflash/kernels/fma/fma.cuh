@@ -51,6 +51,16 @@ template <int M, int N> struct Kept {
     }
 };
 
+// x becomes x Z: 0 where dropout drops the pair, larger elsewhere.
+template <int M, int N>
+__device__ __forceinline__ void apply_dropout(
+    float (&x)[M][N], const Kept<M, N>& kept, const Dropout<float>& dropout) {
+    #pragma unroll
+    for (int i = 0; i < M; ++i)
+        #pragma unroll
+        for (int j = 0; j < N; ++j) x[i][j] *= kept.at(i, j) ? dropout.factor : 0.0f;
+}
+
 // The warp's rows and columns begin at that query and that key. By a whole warp.
 template <int M, int N>
 __device__ __forceinline__ void find_kept(
@@ -71,6 +81,15 @@ __device__ __forceinline__ void find_kept(
         for (int i = 0; i < 4; ++i)
             kept.bits[i][word] = __shfl_sync(WHOLE_WARP, own, lane + i * 2) >> column;
     }
+}
+
+// The same of the warp's pairs, from `query` and `key` on. By a whole warp.
+template <int M, int N>
+__device__ __forceinline__ void apply_dropout(
+    float (&x)[M][N], const Dropout<float>& dropout, int query, int key) {
+    Kept<M, N> kept;
+    find_kept(kept, dropout, query, key);
+    apply_dropout(x, kept, dropout);
 }
 
 // s[i][j] = sum_d a[first_row + lane's row i][d] * b[first_column + lane's column j][d], added in

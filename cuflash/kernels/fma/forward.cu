@@ -102,17 +102,6 @@ __device__ __forceinline__ void apply_mask(Scores& s, const LaneVisibility& visi
         }
 }
 
-// P = P Z: 0 where dropout drops the pair, larger elsewhere.
-__device__ __forceinline__ void apply_dropout(
-    Scores& p, const Dropout<float>& dropout, int warp_query, int k_start) {
-    Kept<ROWS, KEYS> kept;
-    find_kept(kept, dropout, warp_query, k_start);
-    #pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-        #pragma unroll
-        for (int j = 0; j < KEYS; ++j) p[i][j] *= kept.at(i, j) ? dropout.factor : 0.0f;
-}
-
 // acc += P V. The warp exchanges P through shared memory, WEIGHT_KEYS columns at a time. visible(i,
 // j): whether the lane's row i sees the tile's key j.
 template <bool MASKED, class F>

@@ -199,15 +199,9 @@ __device__ __forceinline__ void apply_dropout(
     Scores& p, ScoreTangents& pw, const Dropout<float>& dropout, int warp_query, int k_start) {
     Kept<ROWS, KEYS> kept;
     find_kept(kept, dropout, warp_query, k_start);
+    apply_dropout(p, kept, dropout);
     #pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-        #pragma unroll
-        for (int j = 0; j < KEYS; ++j) {
-            const float z = kept.at(i, j) ? dropout.factor : 0.0f;
-            p[i][j] *= z;
-            #pragma unroll
-            for (int v = 0; v < DIRECTIONS; ++v) pw[v][i][j] *= z;
-        }
+    for (int v = 0; v < DIRECTIONS; ++v) apply_dropout(pw[v], kept, dropout);
 }
 
 // acc += P V,  acc_dot += pw V + P V', pw = P * (W - r). The warp exchanges P and pw through shared

@@ -49,8 +49,7 @@ __device__ __forceinline__ void compute_p_and_ds(
                             derivative);
                     p = exponential(p - lse - rest);
                     Element z = 1;
-                    if constexpr (DROPOUT)
-                        z = (kept >> (n * 2 + x % 2)) & 1 ? score_tile.dropout.factor : Element(0);
+                    if constexpr (DROPOUT) z = score_tile.dropout.z_of(kept, n * 2 + x % 2);
                     const Element dx = p * ((DROPOUT ? z * ds : ds) - delta);
                     if constexpr (DBIAS)
                         if (visible) score_tile.dbias.add(query, score_tile.k_start + key, dx);

@@ -41,8 +41,7 @@ __device__ __forceinline__ void compute_weights(
                     Element &s = x.p_dot[m][n][half * 2 + c], &w = x.tx[m][n][half * 2 + c];
                     Element &dp = x.ds[m][n][half * 2 + c], z = 1, slope;
                     const Element u = x.u[m][n][half * 2 + c];
-                    if constexpr (DROPOUT)
-                        z = (kept >> (n * 2 + c)) & 1 ? score_tile.dropout.factor : Element(0);
+                    if constexpr (DROPOUT) z = score_tile.dropout.z_of(kept, n * 2 + c);
                     const Element score = score_mod.score(
                         s, score_tile.distance(row, key), score_mod.bias_of(i, j), slope);
                     const Element p = exponential(score - lse - rest), x_dot = score_mod.scale * w;

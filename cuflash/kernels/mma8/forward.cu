@@ -125,24 +125,6 @@ __device__ __forceinline__ void apply_score_mod(
             }
 }
 
-// P = P Z: 0 where dropout drops the pair, larger elsewhere. first_query: the lane's.
-__device__ __forceinline__ void apply_dropout(
-    Scores& p, const Dropout<Element>& dropout, int first_query, int k_start) {
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 kept = dropout.kept_bits<S_TILES>(
-                first_query + i * 16 + half * 8, k_start + threadIdx.x % 4 * 2);
-            #pragma unroll
-            for (int j = 0; j < S_TILES; ++j)
-                #pragma unroll
-                for (int x = 0; x < 2; ++x)
-                    p[i][j][half * 2 + x] *=
-                        (kept >> (j * 2 + x)) & 1 ? dropout.factor : Element(0);
-        }
-}
-
 // O = acc / l and lse = m + log(l); 0 and -inf for rows without a visible key. A sink takes part
 // in l.
 __device__ __forceinline__ void store(
@@ -253,7 +235,8 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
         next = before(tile);
         if (next >= tiles.first) loader.load_k(next);
         softmax_step(s, rows, acc);
-        if constexpr (DROPOUT) apply_dropout(s, options.dropout, first_query, k_start);
+        if constexpr (DROPOUT)
+            apply_dropout(s, options.dropout, first_query, k_start + threadIdx.x % 4 * 2);
         if (MASKED && nonfinite) add_visible_rows(acc, s, shared.v, visible);
         else gemm_ab(acc, s, shared.v);
     };

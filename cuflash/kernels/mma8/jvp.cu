@@ -165,8 +165,7 @@ __device__ __forceinline__ void compute_weights(
                     if (MASKED && !visible(row, key - visible.k_start)) p = pw = 0;
                     if constexpr (SCORES_MOVE) sum += pw;
                     if constexpr (DROPOUT) {
-                        const Element z =
-                            (kept >> (j * 2 + x)) & 1 ? options.dropout.factor : Element(0);
+                        const Element z = options.dropout.z_of(kept, j * 2 + x);
                         p *= z;
                         pw *= z;
                     }

@@ -78,6 +78,9 @@ template <class Real> struct Dropout {
         return bits;
     }
 
+    // Z of the pair that bit n of kept_bits() is of.
+    Real z_of(u32 kept, int n) const { return (kept >> n) & 1 ? factor : Real(0); }
+
     // The pairs of a query with keys key .. key + 3, key being a multiple of 4: bit n is 1 if the
     // n-th is kept.
     u32 kept_of_four(int query, int key) const {
@@ -96,3 +99,32 @@ template <class Real> struct Dropout {
         return (key % 2 == 0 ? kept[0] : kept[1]) ? factor : Real(0);
     }
 };
+
+// A lane's pairs in M x N C fragments of 16 queries and 8 keys. Calls f(i, half, kept) for each of
+// its queries, with kept_bits<N>() of it. query, key: the lane's first pair.
+template <int M, int N, class Real, class F>
+inline void for_each_kept(const Dropout<Real>& dropout, int query, int key, F f) {
+    #pragma unroll
+    for (int i = 0; i < M; ++i)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            f(i, half, dropout.template kept_bits<N>(query + i * 16 + half * 8, key));
+}
+
+// x becomes x Z, for one of the lane's queries: 0 where dropout drops the pair, larger elsewhere.
+template <class Real, int N>
+inline void apply_dropout(Real (&x)[N][4], int half, u32 kept, const Dropout<Real>& dropout) {
+    #pragma unroll
+    for (int j = 0; j < N; ++j)
+        #pragma unroll
+        for (int n = 0; n < 2; ++n) x[j][half * 2 + n] *= dropout.z_of(kept, j * 2 + n);
+}
+
+// For all of them.
+template <class Real, int M, int N>
+inline void apply_dropout(
+    Real (&x)[M][N][4], const Dropout<Real>& dropout, int query, int key) {
+    for_each_kept<M, N>(dropout, query, key, [&](int i, int half, u32 kept) {
+        apply_dropout(x[i], half, kept, dropout);
+    });
+}

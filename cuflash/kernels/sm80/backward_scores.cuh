@@ -65,20 +65,16 @@ __device__ __forceinline__ void probabilities(
         }
 }
 
-// Which of the lane's pairs dropout keeps: bit 2 j + k is key k of fragment j.
+// Which of the lane's pairs dropout keeps, of each of its queries.
 using KeptBits = u32[ScoreGrid::M_TILES][2];
 
-__device__ __forceinline__ void find_kept(KeptBits& kept, const ScoreTile& score_tile) {
-    const int first_query = lane_query(score_tile), first_key = lane_key(score_tile);
-    #pragma unroll
-    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            kept[i][half] = score_tile.dropout.kept_bits<ScoreGrid::N_TILES>(
-                first_query + i * 16 + half * 8, first_key);
+__device__ __forceinline__ void find_kept(KeptBits& bits, const ScoreTile& score_tile) {
+    for_each_kept<ScoreGrid::M_TILES, ScoreGrid::N_TILES>(
+        score_tile.dropout, lane_query(score_tile), lane_key(score_tile),
+        [&](int i, int half, u32 kept) { bits[i][half] = kept; });
 }
 
-// x times Z, the factors of dropout.
+// x times Z, as dropout.cuh's, but column by column: row by row takes one more register.
 __device__ __forceinline__ void apply_dropout(
     Scores& x, const KeptBits& kept, const ScoreTile& score_tile) {
     #pragma unroll
@@ -86,10 +82,8 @@ __device__ __forceinline__ void apply_dropout(
         #pragma unroll
         for (int j = 0; j < ScoreGrid::N_TILES; ++j)
             #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const bool is_kept = (kept[i][k / 2] >> (j * 2 + k % 2)) & 1;
-                x[i][j][k] *= is_kept ? score_tile.dropout.factor : 0.0f;
-            }
+            for (int k = 0; k < 4; ++k)
+                x[i][j][k] *= score_tile.dropout.z_of(kept[i][k / 2], j * 2 + k % 2);
 }
 
 __device__ __forceinline__ void copy(Scores& target, const Scores& source) {

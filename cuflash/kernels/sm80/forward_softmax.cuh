@@ -106,20 +106,7 @@ __device__ __forceinline__ void apply_mask(Scores& s, const QueryTile& query_til
 // P = P Z: 0 where dropout drops the pair, larger elsewhere.
 __device__ __forceinline__ void apply_dropout(
     Scores& p, const QueryTile& query_tile, int k_start) {
-    const Dropout<float>& dropout = query_tile.dropout;
-    const int first_key = k_start + threadIdx.x % 4 * 2;
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int query = query_tile.first_query + i * 16 + half * 8;
-            const u32 kept = dropout.kept_bits<S_TILES>(query, first_key);
-            #pragma unroll
-            for (int j = 0; j < S_TILES; ++j)
-                #pragma unroll
-                for (int x = 0; x < 2; ++x)
-                    p[i][j][half * 2 + x] *= (kept >> (j * 2 + x)) & 1 ? dropout.factor : 0.0f;
-        }
+    apply_dropout(p, query_tile.dropout, query_tile.first_query, k_start + threadIdx.x % 4 * 2);
 }
 
 // acc += P V. A NaN or an infinity in V would spread, as 0 * NaN, to queries that do not see its

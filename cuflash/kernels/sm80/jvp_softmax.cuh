@@ -143,23 +143,13 @@ __device__ __forceinline__ void tangent_step(
 __device__ __forceinline__ void apply_dropout(
     Scores& p, ScoreTangents& pw, const QueryTile& query_tile, int k_start) {
     const Dropout<float>& dropout = query_tile.dropout;
-    const int first_key = k_start + threadIdx.x % 4 * 2;
-    #pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int query = query_tile.first_query + i * 16 + half * 8;
-            const u32 kept = dropout.kept_bits<S_TILES>(query, first_key);
+    for_each_kept<M_TILES, S_TILES>(
+        dropout, query_tile.first_query, k_start + threadIdx.x % 4 * 2,
+        [&](int i, int half, u32 kept) {
+            apply_dropout(p[i], half, kept, dropout);
             #pragma unroll
-            for (int j = 0; j < S_TILES; ++j)
-                #pragma unroll
-                for (int x = 0; x < 2; ++x) {
-                    const float z = (kept >> (j * 2 + x)) & 1 ? dropout.factor : 0.0f;
-                    p[i][j][half * 2 + x] *= z;
-                    #pragma unroll
-                    for (int v = 0; v < DIRECTIONS; ++v) pw[v][i][j][half * 2 + x] *= z;
-                }
-        }
+            for (int v = 0; v < DIRECTIONS; ++v) apply_dropout(pw[v][i], half, kept, dropout);
+        });
 }
 
 // What value_gemms<true>() left out: for the pairs that are visible, the weights' products with the
