@@ -4,6 +4,7 @@
 // PAIRS pairs (row, key), in the order of rows, are spread over the lanes: each has OWN_PAIRS
 // neighbours of one row; if there are fewer pairs than lanes, LANES_OF_PAIR lanes have the same.
 #pragma once
+#include "common/online_softmax.cuh"
 #include "decode/row_tile.cuh"
 #include "decode/simt_keys.cuh"
 #include "score/head_options.cuh"
@@ -160,8 +161,7 @@ private:
     }
 };
 
-// m' = max(m, x);  P = exp(x - m'), l' = l exp(m - m') + rowsum(P), acc' = acc exp(m - m')
-// over the visible keys, as simt/forward.cu.
+// The step of online_softmax.cuh over the visible keys, as simt/forward.cu: x becomes P.
 __device__ __forceinline__ void softmax_step(OwnPairs& own, WarpRows& rows) {
     Real m = rows.m;
     #pragma unroll
@@ -172,18 +172,18 @@ __device__ __forceinline__ void softmax_step(OwnPairs& own, WarpRows& rows) {
         const Real other = __shfl_xor_sync(WHOLE_WARP, m, distance);
         m = other > m ? other : m;
     }
-    const Real base = m == -Real(infinity()) ? Real(0) : m;
-    const Real rescale = exp(rows.m - base);
-    rows.m = m;
-    rows.l *= rescale;
+    const NaturalExp<Real> exp;
+    Real factor;
+    const Real reference =
+        raise_max(exp, rows.m, rows.l, m, [&](Real own_factor) { factor = own_factor; });
     #pragma unroll
     for (int n = 0; n < OWN_PAIRS; ++n) {
-        own.x[n] = own.sees[n] ? exp(own.x[n] - base) : Real(0);
+        own.x[n] = own.sees[n] ? exp(own.x[n], reference) : Real(0);
         rows.l += own.x[n];
     }
     #pragma unroll
     for (int r = 0; r < BLOCK_Q; ++r) {
-        const Real of_row = __shfl_sync(WHOLE_WARP, rescale, r * LANES_OF_ROW);
+        const Real of_row = __shfl_sync(WHOLE_WARP, factor, r * LANES_OF_ROW);
         #pragma unroll
         for (int i = 0; i < VColumns::COUNT; ++i) rows.acc[r][i] *= of_row;
     }

@@ -50,30 +50,12 @@ __device__ __forceinline__ void reset(Rows& rows) {
     }
 }
 
-// m = max(m_old, rowmax(S)),  P = 2^(c S - c m),  l = l 2^(c m_old - c m) + rowsum(P),  and acc by
-// the same factor (FlashAttention-2, Alg. 1, lines 9 and 10), c = scale_log2. S becomes P. No
-// barrier inside.
+// The step of online_softmax.cuh: S becomes P. No barrier inside.
 __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc, float scale_log2) {
-    #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        float m = s[i][0];
+    softmax_step(s, rows.m, rows.l, scale_log2, [&](int i, float factor) {
         #pragma unroll
-        for (int j = 1; j < KEYS; ++j) m = fmaxf(m, s[i][j]);
-        m = fmaxf(rows.m[i], row_max(m));
-        const float reference = finite_reference(m, scale_log2);
-        const float rescale = exp2_of_product(rows.m[i], scale_log2, reference);
-        rows.m[i] = m;
-        rows.l[i] *= rescale;
-        #pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) acc[i][n] *= rescale;
-        float sum = 0.0f;                                   // see sm90/forward_softmax.cuh
-        #pragma unroll
-        for (int j = 0; j < KEYS; ++j) {
-            s[i][j] = exp2_of_product(s[i][j], scale_log2, reference);
-            sum += s[i][j];
-        }
-        rows.l[i] += sum;
-    }
+        for (int n = 0; n < COLUMNS; ++n) acc[i][n] *= factor;
+    });
 }
 
 // S becomes the scores of score_mod.cuh. The lane's first are of first_query and first_key.

@@ -114,38 +114,23 @@ __device__ __forceinline__ void apply_options(
     }
 }
 
-// fma/forward.cu's softmax_step(), with b and acc_dot by the same factors. S becomes P. begins: the
+// The step of online_softmax.cuh, with b and acc_dot by acc's factors: S becomes P. begins: the
 // rows that see their first keys in this tile. No barrier inside.
 __device__ __forceinline__ void softmax_step(
     Scores& s, Rows& rows, bool (&begins)[ROWS], Output& acc, OutputTangents& acc_dot,
     float scale_log2) {
     #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        begins[i] = rows.m[i] == -infinity();
-        float m = s[i][0];
+    for (int i = 0; i < ROWS; ++i) begins[i] = rows.m[i] == -infinity();
+    softmax_step(s, rows.m, rows.l, scale_log2, [&](int i, float factor) {
         #pragma unroll
-        for (int j = 1; j < KEYS; ++j) m = fmaxf(m, s[i][j]);
-        m = fmaxf(rows.m[i], row_max(m));
-        const float reference = finite_reference(m, scale_log2);
-        const float rescale = exp2_of_product(rows.m[i], scale_log2, reference);
-        rows.m[i] = m;
-        rows.l[i] *= rescale;
-        #pragma unroll
-        for (int v = 0; v < DIRECTIONS; ++v) rows.b[v][i] *= rescale;
+        for (int v = 0; v < DIRECTIONS; ++v) rows.b[v][i] *= factor;
         #pragma unroll
         for (int n = 0; n < COLUMNS; ++n) {
-            acc[i][n] *= rescale;
+            acc[i][n] *= factor;
             #pragma unroll
-            for (int v = 0; v < DIRECTIONS; ++v) acc_dot[v][i][n] *= rescale;
+            for (int v = 0; v < DIRECTIONS; ++v) acc_dot[v][i][n] *= factor;
         }
-        float sum = 0.0f;                                   // see sm90/forward_softmax.cuh
-        #pragma unroll
-        for (int j = 0; j < KEYS; ++j) {
-            s[i][j] = exp2_of_product(s[i][j], scale_log2, reference);
-            sum += s[i][j];
-        }
-        rows.l[i] += sum;
-    }
+    });
 }
 
 // r of the rows that begin: the mean of W, by weight, over the tile. Their l sums this tile alone.

@@ -6,6 +6,7 @@
 #pragma once
 #include "fma/fma.cuh"
 #include "common/mask.cuh"
+#include "common/online_softmax.cuh"
 #include "score/pair_mask.cuh"
 
 constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
@@ -31,6 +32,23 @@ __device__ __forceinline__ float row_sum(float x) {
     for (int distance = 2; distance < 16; distance *= 2)
         x += __shfl_xor_sync(WHOLE_WARP, x, distance);
     return x;
+}
+
+// The step of online_softmax.cuh for the lane's rows: S becomes P. rescale(i, factor): multiplies
+// what is relative to m of row i, but for l. No barrier inside.
+template <class Rescale>
+__device__ __forceinline__ void softmax_step(
+    Scores& s, float (&m)[ROWS], float (&l)[ROWS], float scale_log2, Rescale rescale) {
+    const ScaledExp2 exp{scale_log2};
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        float top = s[i][0];
+        #pragma unroll
+        for (int j = 1; j < KEYS; ++j) top = fmaxf(top, s[i][j]);
+        const float reference[1] = {raise_max(
+            exp, m[i], l[i], fmaxf(m[i], row_max(top)), [&](float factor) { rescale(i, factor); })};
+        weigh<KEYS>(exp, reference, one(l[i]), [&](int j) -> float& { return s[i][j]; });
+    }
 }
 
 // The lane's row i and key j of the tile: whether the query sees the key.

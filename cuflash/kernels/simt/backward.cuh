@@ -19,12 +19,6 @@ constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
 struct Query { Real lse, delta; };
 
-// A query's lse as exp(S - lse) wants it: with -inf, P = 0; with inf, which says that a score is, P
-// is NaN.
-inline Real effective_lse(Real lse) {
-    return lse == -infinity() ? infinity() : lse + (lse - lse);
-}
-
 struct Weight { Real p, ds, ds_bias; };
 
 inline bool is_masked(const HeadOptions<Real>& options, int query, int key) {

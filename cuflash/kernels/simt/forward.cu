@@ -61,30 +61,26 @@ inline void compute_scores(
     }
 }
 
-// m' = max(m, x);  P = exp(x - m'), l' = l exp(m - m') + rowsum(P)  (FlashAttention-2, Alg. 1)
-// for the tile's visible keys, others having no weight. own: this thread's keys of x, the scores;
-// the whole row stands in row, and the weights take its place.
+// The step of online_softmax.cuh for the tile's visible keys, others having no weight. own: this
+// thread's keys of x, the scores; the whole row stands in row, and the weights take its place.
 // One barrier inside: a row is overwritten when all its threads have read it.
 // masked(j): whether key j is masked within the visible range. z(j): the pair's factor of dropout.
 template <class Masked, class Factor>
 inline void softmax_step(
     State& state, Real (&row)[BLOCK_K + 1], const Real (&own)[KEYS_PER_THREAD],
     int thread_of_row, Visible visible, Masked masked, Factor z) {
-    Real m = state.m;
-    for (int j = visible.first; j < visible.end; ++j)
-        if (!masked(j)) m = row[j] > m ? row[j] : m;        // skips NaN
-    const Real base = m == -infinity() ? Real(0) : m;
-    const Real correction = exp(state.m - base);
-    state.m = m;
-    state.l *= correction;
-    for (int n = 0; n < COLUMNS_PER_THREAD; ++n) state.acc[n] *= correction;
+    const NaturalExp<Real> exp;
+    const Real reference = raise_max(
+        exp, state.m, state.l, max_of_visible(state.m, row, visible, masked), [&](Real factor) {
+            for (int n = 0; n < COLUMNS_PER_THREAD; ++n) state.acc[n] *= factor;
+        });
     __syncthreads();
-    Real sum = 0;                                           // see sm90/forward_softmax.cuh
+    Real sum = 0;                                           // see online_softmax.cuh
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
         if (WINDOW && j < visible.first) continue;
         if (PAIRWISE && (j >= visible.end || masked(j))) continue;
-        if (j < visible.end) sum += row[j] = exp(own[n] - base);
+        if (j < visible.end) sum += row[j] = exp(own[n], reference);
         if (DROPOUT && j < visible.end) row[j] *= z(j);
     }
     state.l += sum;

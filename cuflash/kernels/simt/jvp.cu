@@ -54,8 +54,8 @@ struct State {
     Real l = 0, b = 0;
     Real acc[COLUMNS_PER_THREAD] = {}, acc_dot[COLUMNS_PER_THREAD] = {};
 
+    // But for l.
     void rescale(Real factor) {
-        l *= factor;
         b *= factor;
         for (int n = 0; n < COLUMNS_PER_THREAD; ++n) {
             acc[n] *= factor;
@@ -152,8 +152,8 @@ inline Real mean_of_tangents(
     return is_reference(mean) ? mean : Real(0);
 }
 
-// m' = max(m, x);  P = exp(x - m'), l' = l exp(m - m') + rowsum(P),
-// pw = P (W - r),  b' = b exp(m - m') + rowsum(pw)
+// The step of online_softmax.cuh with
+//     pw = P (W - r),  b' = b exp(m - m') + rowsum(pw)
 // for the tile's visible keys. P and pw of them, times Z, go to the row of shared memory.
 // One barrier inside: a row is overwritten when all its threads have read it.
 // masked(j): whether key j is masked within the visible range. z(j): the pair's factor of dropout.
@@ -161,20 +161,19 @@ template <class Masked, class Factor>
 inline void softmax_step(
     State& state, Real (&p)[BLOCK_K + 1], Real (&pw)[BLOCK_K + 1], const Scores& own,
     int thread_of_row, Visible visible, Masked masked, Factor z) {
-    Real m = state.m;
-    for (int j = visible.first; j < visible.end; ++j)
-        if (!masked(j)) m = p[j] > m ? p[j] : m;            // skips NaN
-    const Real base = m == -infinity() ? Real(0) : m;
-    if (SCORES_MOVE && state.m == -infinity() && m != state.m)
-        state.r = mean_of_tangents(p, pw, base, visible, masked);
-    state.rescale(exp(state.m - base));
-    state.m = m;
+    const NaturalExp<Real> exp;
+    const Real old_m = state.m;
+    const Real reference = raise_max(
+        exp, state.m, state.l, max_of_visible(old_m, p, visible, masked),
+        [&](Real factor) { state.rescale(factor); });
+    if (SCORES_MOVE && old_m == -infinity() && state.m != old_m)
+        state.r = mean_of_tangents(p, pw, reference, visible, masked);
     __syncthreads();
     Real sum = 0, sum_of_w = 0;
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
         if (j < visible.first || j >= visible.end || masked(j)) continue;
-        const Real weight = exp(own.x[n] - base), w = own.w[n] - state.r;
+        const Real weight = exp(own.x[n], reference), w = own.w[n] - state.r;
         const Real kept = DROPOUT ? weight * z(j) : weight;
         sum += weight;
         p[j] = kept;

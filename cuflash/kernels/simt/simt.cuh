@@ -9,10 +9,9 @@
 // neighbouring rows meet no bank conflict.
 #pragma once
 #include "common/elements.cuh"
+#include "common/online_softmax.cuh"
 
 using Real = Accumulator<Element>;
-
-inline Real infinity() { return __int_as_float(0x7f800000); }
 
 // The keys of a tile that a query sees: [first, end), of [first_key, num_keys) of all, but for
 // those that pair_mask.cuh hides.
@@ -23,6 +22,16 @@ inline Visible visible_keys(int first_key, int num_keys, int k_start) {
     const int first = WINDOW ? first_key - k_start : 0, end = num_keys - k_start;
     return {first < 0 ? 0 : first > BLOCK_K ? BLOCK_K : first,
             end < 0 ? 0 : end > BLOCK_K ? BLOCK_K : end};
+}
+
+// The larger of m and the row's visible scores; skips NaN. masked(j): whether key j is masked
+// within the visible range.
+template <class Masked>
+inline Real max_of_visible(
+    Real m, const Real (&row)[BLOCK_K + 1], Visible visible, Masked masked) {
+    for (int j = visible.first; j < visible.end; ++j)
+        if (!masked(j)) m = row[j] > m ? row[j] : m;
+    return m;
 }
 
 // Where one head of an array (batch, seqlen, heads, columns) begins.
