@@ -101,13 +101,13 @@ struct Consumer {
         warpgroup_fence_operand(acc);
         warpgroup_fence_operand(s);
         wgmma_fence();
-        gemm_qk();
+        gemm_qk(tile);
         pipeline_wait(v_full, v);
         wgmma_fence();
         gemm_pv();
         scheduler_barrier_arrive();
         wait_for_qk<1>();                                   // P V runs on
-        release_k(tile == 0);
+        release_k(tile);
         bool keeps_max = false;
         if constexpr (IS_MASKED) mask_scores(tile);
         else keeps_max = may_keep_max(s, rows, scale_log2, PlainScore{});
@@ -130,55 +130,73 @@ struct Consumer {
     }
 
     // The first S of a query tile, alone. STORES: meanwhile, stores the rows of the query tile in
-    // work slot `slot`.
-    template <bool STORES>
-    __device__ __forceinline__ void first_iteration(int slot = -1) {
+    // work slot `slot`. self: this consumer as what it is, Consumer or OptionsConsumer, which
+    // replaces what `self.` calls.
+    template <bool STORES, class Self>
+    __device__ __forceinline__ void first_iteration(Self& self, int slot = -1) {
         k = v;
         k.next();
-        skip_tiles();
-        const int tile = visited.num_visited - 1;
+        if constexpr (!SPARSE_TILES) skip_tiles();
+        int tile = visited.num_visited - 1;
         pipeline_wait(k_full, k);
+        self.acquire_key_tile(tile);
         scheduler_barrier_sync();
         warpgroup_fence_operand(s);
         wgmma_fence();
-        gemm_qk();
+        self.gemm_qk(tile);
         scheduler_barrier_arrive();
         if constexpr (STORES) epilogue(slot);
+        self.stage_biases(tile);
+        self.load_mask(tile);
         wait_for_qk<0>();
-        release_k(tile == 0);
-        mask_scores(tile);
-        online_softmax<true>(s, rows, scale_log2, rescale);
-        v = k;
-        pack_pairs<Element>(p, s);
+        self.release_k(tile);
+        self.modify_scores(tile);
+        first_softmax(self, tile);
     }
 
     // The first S of a query tile together with the last P V of the one in work slot `slot`, whose
     // rows are then stored: the pipeline does not drain between query tiles.
-    __device__ __forceinline__ void iteration_across_tiles(int slot) {
+    template <class Self>
+    __device__ __forceinline__ void iteration_across_tiles(Self& self, int slot) {
         k = v;
         k.next();
-        skip_tiles();
-        const int tile = visited.num_visited - 1;
+        if constexpr (!SPARSE_TILES) skip_tiles();
+        int tile = visited.num_visited - 1;
         pipeline_wait(k_full, k);
+        self.acquire_key_tile(tile);
         scheduler_barrier_sync();
         warpgroup_fence_operand(acc);
         warpgroup_fence_operand(s);
         wgmma_fence();
-        gemm_qk();
+        self.gemm_qk(tile);
         pipeline_wait(v_full, v);
         wgmma_fence();
         gemm_pv();
         scheduler_barrier_arrive();
+        self.stage_biases(tile);
+        self.load_mask(tile);
         wait_for_qk<1>();
-        release_k(tile == 0);
+        self.release_k(tile);
+        self.modify_scores(tile);
         wait_for_pv();
         release_v();
         epilogue(slot);
-        mask_scores(tile);
-        online_softmax<true>(s, rows, scale_log2, rescale);
+        first_softmax(self, tile);
+    }
+    template <class Self> __device__ __forceinline__ void first_softmax(Self& self, int tile) {
+        self.mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale, self.score);
+        self.drop(tile);
         v = k;
         pack_pairs<Element>(p, s);
     }
+    // Nothing without options.
+    static constexpr PlainScore score{};
+    __device__ __forceinline__ void acquire_key_tile(int&) {}
+    __device__ __forceinline__ void stage_biases(int) {}
+    __device__ __forceinline__ void load_mask(int) {}
+    __device__ __forceinline__ void modify_scores(int) {}
+    __device__ __forceinline__ void drop(int) {}
 
     // The last P V of a query tile, alone.
     __device__ __forceinline__ void last_gemm_pv() {
@@ -192,8 +210,8 @@ struct Consumer {
 
     // ---- GEMMs ----
 
-    // S = Q K^T, asynchronously.
-    __device__ __forceinline__ void gemm_qk() {
+    // S = Q K^T of a key tile, asynchronously.
+    __device__ __forceinline__ void gemm_qk(int) {
         issue_qk();
         wgmma_commit();
     }
@@ -245,7 +263,8 @@ struct Consumer {
     // ---- Stages ----
 
     // With one stage of Q, it is released after the query tile's last S.
-    __device__ __forceinline__ void release_k(bool is_last_tile) {
+    __device__ __forceinline__ void release_k(int tile) { release_k_and_q(tile == 0); }
+    __device__ __forceinline__ void release_k_and_q(bool is_last_tile) {
         if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
         if (Q_STAGES == 1 && is_last_tile && lane == 0) mbarrier_arrive(q_empty);
     }
@@ -287,6 +306,9 @@ struct Consumer {
         return true;
     }
 
+    // No warp sync before V is released: lanes leave the scheduler barrier together and wait as one.
+    // One that falls behind would have to miss a whole refill of the stage to wait for a wrong
+    // phase: lane 0 releases nothing more before the next scheduler barrier, which waits for it.
     __device__ __forceinline__ void skip_tiles() {
         for (int i = 0; i < num_skipped; ++i) {
             pipeline_wait(k_full, k);
