@@ -23,9 +23,10 @@ def by_reference(share=1.0):
     """Let the reference compute all rows, or a share of them, by chance."""
     rng = np.random.default_rng(0)
 
-    def find(values, scale, options):
-        rows = rng.random(values.q.shape[:-1]) < share
-        finite = (np.isfinite(x).all(axis=-1) for x in (values.k, values.v))
+    def find(values, options):
+        q, k, v = (values.arrays[x] for x in "qkv")
+        rows = rng.random(q.shape[:-1]) < share
+        finite = (np.isfinite(x).all(axis=-1) for x in (k, v))
         keys = ~np.logical_and(*finite)
         none = np.zeros_like(rows)
         given = rows, none, none, keys, np.zeros_like(keys)

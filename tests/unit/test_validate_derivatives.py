@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.backends.numpy.derivatives import jvp as numpy_jvp
+from cuflash.backends.numpy.attention import jvp as numpy_jvp
 from cuflash.errors import (
     CuflashError,
     DTypeError,

@@ -1,10 +1,11 @@
 """Runs calls on NumPy arrays, in float64 or float32.
 
-Attention is computed by `numpy_tiles`, in float64 for float64 arrays and in
-float32 for all others, and rounded once at the end; rows that are UNBOUNDED
-(NaN, infinities, scores of thousands: see `numpy_kinds`) by the reference in
-float64, which also merges states, rotates, and reads caches. Scores have the
-range of the kernels' scores: float32, or float64 for float64 arrays.
+Attention and its derivatives are computed by `tiles`, in float64 for float64
+arrays and in float32 for all others, and rounded once at the end; rows that
+are UNBOUNDED (NaN, infinities, scores of thousands: see `kinds`) by the
+reference in float64, which also merges states, rotates, and reads caches.
+Scores have the range of the kernels' scores: float32, or float64 for float64
+arrays.
 """
 
 from __future__ import annotations
@@ -14,29 +15,25 @@ from functools import reduce
 import ml_dtypes
 import numpy as np
 
-from cuflash.backends.numpy import (
-    nan as numpy_nan,
-)
-from cuflash.backends.numpy import (
-    reference as numpy_reference,
-)
-from cuflash.backends.numpy import (
-    tiles as numpy_tiles,
-)
-from cuflash.backends.numpy.derivatives import double_backward, jvp
-from cuflash.backends.numpy.kinds import Kind
-from cuflash.backends.numpy.parts import (
-    by_key_heads,
-    by_query_heads,
+from cuflash.backends.numpy import nan, reference, tiles
+from cuflash.backends.numpy.arrays import (
+    LOGITS,
+    Arrays,
+    directions,
     dtype_of,
-    like,
+    heads_first,
     operands,
-    part_options,
-    parts,
-    zero_gradients,
+    options,
+    scalars,
+    zeros_of_logits,
 )
+from cuflash.backends.numpy.kinds import (
+    LARGEST_COTANGENT,
+    LARGEST_VALUE,
+    Kind,
+)
+from cuflash.backends.numpy.parts import parts
 from cuflash.backends.numpy.reference import LARGEST_FLOAT32
-from cuflash.backends.numpy.scores import of_heads
 from cuflash.plans import plan
 from cuflash.reference import kvcache
 from cuflash.reference.packed import spans
@@ -59,90 +56,105 @@ __all__ = [
 _quiet = np.errstate(all="ignore")
 
 
-@_quiet
 def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
     """Return out (batch, seqlen_q, num_heads_q, head_dim_v), and lse."""
-    p = call.problem
+    out, lse, *_ = jvp(call)
+    return _into(call.out, out), lse
+
+
+@_quiet
+def jvp(call: Call) -> tuple[np.ndarray, ...]:
+    """Return out, lse, out_dot and lse_dot.
+
+    The last two have an axis of directions before those of out and lse: none
+    in a forward call.
+    """
+    p, arrays, moves = call.problem, operands(call), directions(call)
     plan.check(p)
-    q, k, v = operands(call, "q", "k", "v")
-    shape = (p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v)
-    result = np.zeros(shape, dtype_of(call))
-    out = by_query_heads(result, p)
-    lse = np.full(q.shape[:-1], -np.inf, q.dtype)
-    for part in parts(call, q, k, v):
-        at, keys = part.of_queries, part.of_keys
-        numpy_tiles.forward(
-            part.bounded_rows(q),
-            part.bounded_keys(k),
-            part.bounded_keys(v),
-            *(out[at], lse[at]),
-            small=part.kind == Kind.SMALL,
-            **part_options(call, part),
+    of_lse = 1 + len(moves), p.batch, p.num_heads_q, p.seqlen_q
+    of_out = 1 + len(moves), p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v
+    out, lse = np.zeros(of_out, dtype_of(call)), np.zeros(of_lse, p.lse_dtype)
+    lse[0] = -np.inf
+    results = [
+        {"out": heads_first("out", x, p), "lse": heads_first("lse", y, p)}
+        for x, y in zip(out, lse, strict=True)
+    ]
+    for part in parts(call, options(call), arrays, moves):
+        own, moved = part.of(arrays), [part.of(x) for x in moves]
+        written = [part.of(x) for x in results]
+        tiles.forward(
+            **part.bounded(own),
+            directions=[part.bounded(x) for x in moved],
+            results=written,
+            small=part.kind == Kind.SMALL and p.tangents is None,
+            **part.options,
         )
         if part.flagged is not None:
-            numpy_nan.forward(part.flagged, v[keys], [out[at]], [lse[at]])
+            nan.forward(part.flagged, own["v"], written)
         for rows in part.rows():
-            numpy_reference.forward(
-                *(rows, q[at], k[keys], v[keys], out[at], lse[at]), p.scale
-            )
-    lse = lse.reshape(p.batch, p.num_heads_q, p.seqlen_q)
-    return _into(call.out, result), lse
+            reference.forward(rows, own, moved, written)
+    return out[0], lse[0], out[1:], lse[1:]
 
 
 @_quiet
 def backward(call: Call) -> tuple[np.ndarray, ...]:
-    """Return dq, dk and dv, like q, k and v; dbias, dsink if requested."""
-    p = call.problem
+    """Return dq, dk and dv, like q, k and v; those of logits if requested."""
+    given, (results, of_logits, _) = call.gradients, _differentiate(call)
+    gradients = [_into(given.get(f"d{x}"), y) for x, y in results.items()]
+    return *gradients, *of_logits
+
+
+@_quiet
+def double_backward(call: Call) -> tuple[np.ndarray, ...]:
+    """Return d2q, d2k, d2v and ddout; of logits and lse if requested."""
+    p, (results, of_logits, ddlse) = call.problem, _differentiate(call)
+    found = *results.values(), *of_logits
+    if not p.return_ddlse:
+        return found
+    assert ddlse is not None
+    return *found, ddlse.reshape(p.batch, p.num_heads_q, p.seqlen_q)
+
+
+def _differentiate(
+    call: Call,
+) -> tuple[Arrays, list[np.ndarray], np.ndarray | None]:
+    """Gradients of the arrays, of logits if requested, and of dlse.
+
+    A double backward has the last one, and of the arrays dout too.
+    """
+    p, arrays, moves = call.problem, operands(call), directions(call)
     plan.check(p)
-    q, k, v, out, dout = operands(call, "q", "k", "v", "out", "dout")
-    given = {
-        name: call.arrays[name].reshape(q.shape[:-1]).astype(q.dtype)
-        for name in ("lse", "dlse")
-        if name in call.arrays
+    second, of_call = p.direction == "double_backward", options(call)
+    names = ("q", "k", "v", "dout") if second else ("q", "k", "v")
+    results = {
+        x: np.zeros(call.arrays[x].shape, dtype_of(call)) for x in names
     }
-    results = [
-        np.zeros(call.arrays[name].shape, dtype_of(call)) for name in "qkv"
-    ]
-    dq = by_query_heads(results[0], p)
-    dk, dv = map(by_key_heads, results[1:])
-    lse, dlse = given["lse"], given.get("dlse")
-    values = [out, dout] if dlse is None else [out, dout, dlse]
-    others = zero_gradients(call)
-    for part in parts(call, q, k, v, values, lse):
-        at, keys = part.of_queries, part.of_keys
-        gradients = numpy_tiles.backward(
-            part.bounded_rows(dout),
-            part.bounded_rows(q),
-            part.bounded_keys(k),
-            part.bounded_keys(v),
-            part.bounded_rows(out),
-            part.bounded_rows(lse, np.inf),
-            dlse=None if dlse is None else part.bounded_rows(dlse),
-            **part_options(call, part),
-        )
+    written = {x: heads_first(x, y, p) for x, y in results.items()}
+    if second:
+        written["dlse"] = np.zeros_like(arrays["lse"])
+    of_logits = zeros_of_logits(of_call)
+    by_tiles, write_nan, by_reference = (
+        getattr(x, p.direction) for x in (tiles, nan, reference)
+    )
+    largest = LARGEST_COTANGENT if second else LARGEST_VALUE
+    for part in parts(call, of_call, arrays, moves, largest):
+        own, moved = part.of(arrays), [part.of(x) for x in moves]
+        bounded = part.bounded(own)
+        found = by_tiles(*map(part.bounded, moved), **bounded, **part.options)
         if part.flagged is not None:
-            numpy_nan.backward(part.flagged, dout[at], gradients)
+            write_nan(part.flagged, own, found)
         for rows in part.rows():
-            numpy_reference.backward(
-                *(rows, dout[at], q[at], k[keys], v[keys], out[at], lse[at]),
-                None if dlse is None else dlse[at],
-                p.scale,
-                gradients,
-            )
-        dq[at], dk[keys], dv[keys], *rest = gradients
-        for total, own in zip(others.values(), rest, strict=True):
-            of_part = of_heads(total, part.heads)
-            of_part += own
-    wanted = {"bias": p.return_dbias, "sink": p.return_dsink}
-    gradients = tuple(
-        _into(call.gradients.get(f"d{name}"), x)
-        for name, x in zip("qkv", results, strict=True)
-    )
-    return gradients + tuple(
-        like(call.options[name], others[name])
-        for name in wanted
-        if wanted[name]
-    )
+            by_reference(rows, *moved, own, found)
+        for name, x in part.of(written).items():
+            x[...] = found[name]
+        for name, x in part.of(of_logits).items():
+            x += found[name]
+    asked = [
+        _like(call.options[name], of_logits[name])
+        for name, argument in LOGITS.items()
+        if getattr(p, argument)
+    ]
+    return results, asked, written.get("dlse")
 
 
 @_quiet
@@ -183,18 +195,15 @@ def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
     options.setdefault("cache_seqlens", call.cache_seqlens)
     if p.lse_dtype == "float32":
         options["largest_score"] = LARGEST_FLOAT32
-    if p.softcap:
-        options["softcap"] = p.softcap
     if p.kvcache and p.kvcache.rotary:
         given |= _rotated(call, options)
     out, lse = kvcache.forward_kvcache(
         given["q"],
-        *(_cache(given[name]) for name in ("k_cache", "v_cache")),
+        _cache(given["k_cache"]),
+        _cache(given["v_cache"]),
         k_new=given.get("k_new"),
         v_new=given.get("v_new"),
-        scale=p.scale,
-        causal=p.causal,
-        window=p.window,
+        **scalars(p),
         **options,
     )
     if call.rank == 3:
@@ -265,3 +274,10 @@ def _into(given: np.ndarray | None, result: np.ndarray) -> np.ndarray:
         return result
     given[...] = result
     return given
+
+
+def _like(array: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+    """A gradient with the shape and the dtype of its array."""
+    dtype = array.dtype.newbyteorder("=")
+    gradient = np.broadcast_to(gradient, np.shape(gradient) or array.shape)
+    return gradient.reshape(array.shape).astype(dtype, order="C")

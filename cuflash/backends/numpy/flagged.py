@@ -1,13 +1,13 @@
 """Rows of NumPy calls that are the reference's, and what tiles get instead.
 
-A row is UNBOUNDED (`numpy_kinds`) by its own numbers, those of its head, or
+A row is UNBOUNDED (`kinds`) by its own numbers, those of its head, or
 those of a key or pair that it sees. `find` flags these rows and keys. Tiles
-then get zeros in their place (`Flagged.rows_of` and so on), which add nothing
-to the others' sums, and the reference computes the flagged rows
-(`numpy_rows`). Where all that NaN does to a row is known (`numpy_nan`), the
-row is not the reference's. So NaN costs a copy, and its mask if it is seen.
+then get zeros in their place (`Flagged.bounded`), which add nothing to the
+others' sums, and the reference computes the flagged rows (`rows`). Where all
+that NaN does to a row is known (`nan`), the row is not the reference's. So
+NaN costs a copy, and its mask if it is seen.
 
-Arrays are those of `numpy_tiles`; flags have their axes but the last.
+Arrays are those of `tiles`; flags have their axes but the last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash.backends.numpy.arrays import KEYS, LOGITS, OPTIONS, Arrays
 from cuflash.backends.numpy.kinds import (
     LARGEST_SCORE,
     LARGEST_VALUE,
@@ -25,7 +26,6 @@ from cuflash.backends.numpy.kinds import (
 )
 from cuflash.backends.numpy.scores import Heads, of_heads, options_of
 from cuflash.backends.numpy.seen import readers, seeing, visible_tiles
-from cuflash.backends.numpy.tangents import Direction
 from cuflash.reference.options import Tile
 
 CALL = 10_000  # pairs that the reference computes in a call's own time
@@ -34,35 +34,40 @@ CALL = 10_000  # pairs that the reference computes in a call's own time
 class Values(NamedTuple):
     """The numbers of a part, beside its options.
 
-    of_queries : backward, out, dout and dlse; at most `largest`, as are v and
+    arrays : of which v and, backward, out, dout and dlse are at most
+        `largest`, as are
     directions : tangents.
-    lse : backward, of the rows.
     """
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    of_queries: Sequence[np.ndarray]
-    directions: Sequence[Direction]
-    lse: np.ndarray | None
+    arrays: Arrays
+    directions: Sequence[Arrays]
     largest: float
 
     def moved(self, *names: str) -> list[np.ndarray]:
         """Return the tangents of some inputs, as far as they move."""
-        found = [getattr(x, name) for x in self.directions for name in names]
-        return [x for x in found if x is not None]
+        return [
+            x[name] for x in self.directions for name in names if name in x
+        ]
 
-    def kinds(self, scale: float, options: dict[str, Any]) -> np.ndarray:
+    def kinds(self, options: dict[str, Any]) -> np.ndarray:
         """Return the `Kind` of each batch element, (batch,)."""
-        values = [self.v, *self.of_queries, *self.moved(*Direction._fields)]
-        return kinds(
-            *(self.q, self.k, values, scale, options, self.lse, self.largest)
-        )
+        values = dict(self.arrays)
+        q, k, lse = values.pop("q"), values.pop("k"), values.pop("lse", None)
+        all_values = list(values.values())
+        for x in self.directions:
+            all_values += x.values()
+        return kinds(q, k, all_values, options, lse, self.largest)
+
+    @property
+    def of_queries(self) -> list[np.ndarray]:
+        """Backward: out, dout and dlse."""
+        names = "out", "dout", "dlse"
+        return [self.arrays[x] for x in names if x in self.arrays]
 
     @property
     def lengths(self) -> int:
         """seqlen_q + seqlen_k, more than any distance of ALiBi."""
-        return self.q.shape[-2] + self.k.shape[-2]
+        return sum(self.arrays[x].shape[-2] for x in "qk")
 
 
 class Flagged(NamedTuple):
@@ -86,54 +91,46 @@ class Flagged(NamedTuple):
 
     def of(self, heads: Heads) -> Flagged:
         """Return the flags of some heads."""
-        own = {
+        own: dict[str, Any] = {
             name: of_heads(getattr(self, name), heads)
             for name in ("rows", "lost", "nan", "keys", "values")
         }
         return self._replace(**own, options=options_of(self.options, heads))
 
-    def rows_of(self, x: np.ndarray, instead: float = 0) -> np.ndarray:
-        """Return q, or what has its axes (with or without the last)."""
-        rows = self.rows | self.lost
-        x = _without(x, rows if x.ndim == 4 else rows[..., None], instead)
-        return _without(x, np.isnan(x))
-
-    def keys_of(self, x: np.ndarray) -> np.ndarray:
-        """Return k, or what has its axes."""
-        x = _without(x, self.keys[..., None])
-        return _without(x, np.isnan(x))
+    def bounded(self, arrays: Arrays) -> Arrays:
+        """Return a part's own with 0 for what is flagged; inf for lse."""
+        rows, found = self.rows | self.lost, {}
+        for name, x in arrays.items():
+            if name in OPTIONS:  # its tangent
+                found[name] = _without(x, ~(np.abs(x) <= self.largest))
+                continue
+            flags = self.keys if name in KEYS else rows
+            flags = flags if x.ndim == 4 else flags[..., None]
+            x = _without(x, flags, np.inf if name == "lse" else 0)
+            found[name] = _without(x, np.isnan(x))
+        return found
 
     def tiles(self, keys: slice) -> Iterator[tuple[Tile, np.ndarray | None]]:
         """Return tiles of queries that see some of these keys, and masks."""
         lengths = self.rows.shape[-1], self.keys.shape[-1]
         return visible_tiles(self.options, *lengths, keys)
 
-    def direction_of(self, x: Direction) -> Direction:
-        """Return tangents without what is flagged."""
-        q, k, v, bias, sink = x
-        return Direction(
-            None if q is None else self.rows_of(q),
-            None if k is None else self.keys_of(k),
-            None if v is None else self.keys_of(v),
-            None if bias is None else _within(bias, self.largest),
-            None if sink is None else _within(sink, self.largest),
-        )
-
 
 def find(
-    values: Values, scale: float, options: dict[str, Any]
+    values: Values, options: dict[str, Any]
 ) -> tuple[Flagged, np.ndarray]:
     """Flag the rows and keys that make batch elements of a part UNBOUNDED.
 
-    And the rows that see one of the keys. A NaN flags none where `numpy_nan`
+    And the rows that see one of the keys. A NaN flags none where `nan`
     knows its results: all of it in q, k and v forward; backward that in rows
     whose D is NaN. Return also the `Kind` that each batch element has without
     all these.
     """
-    largest, seqlen_k = max(1, abs(scale)), values.k.shape[-2]
-    of_q, nan_q = _lengths(values.q)
-    of_k, nan_k = _lengths(values.k)
-    keys, nan_v = _beyond(values.v, values.largest)
+    (q, k, v), scale = (values.arrays[x] for x in "qkv"), options["scale"]
+    largest, seqlen_k = max(1, abs(scale)), k.shape[-2]
+    of_q, nan_q = _lengths(q)
+    of_k, nan_k = _lengths(k)
+    keys, nan_v = _beyond(v, values.largest)
     keys |= ~(largest * of_k <= LARGEST_SCORE)
     for x in values.moved("k", "v"):
         keys |= np.logical_or(*_beyond(x, values.largest))
@@ -143,12 +140,14 @@ def find(
     rows |= ~(abs(scale) * of_q * longest <= LARGEST_SCORE)
     for x in values.moved("q"):
         rows |= np.logical_or(*_beyond(x, values.largest))
-    for within in _heads_within(values, options):
-        rows |= ~within[..., None]
-    bad_pairs = [~(np.abs(x) <= values.largest) for x in values.moved("bias")]
-    if "bias" in options:
-        bad_pairs.append(~(options["bias"] <= LARGEST_SCORE))
-    if values.lse is None:
+    bad_pairs = []
+    for bad in _logits_beyond(values, options):
+        if bad.ndim == 3:  # of heads
+            rows |= bad[..., None]
+        else:
+            bad_pairs.append(bad)
+    lse = values.arrays.get("lse")
+    if lse is None:
         rows |= readers(keys, bad_pairs, options, rows)
         lost = readers(nan_k, (), options, rows)
         lost |= seeing(nan_q, seqlen_k, options)
@@ -159,9 +158,9 @@ def find(
             of_x = _beyond(x[..., None] if x.ndim == 4 else x, values.largest)
             rows |= of_x[0]
             nan |= of_x[1]
-        lost = seeing(nan & ~(values.lse < np.inf), seqlen_k, options)
+        lost = seeing(nan & ~(lse < np.inf), seqlen_k, options)
         rows |= seeing(nan_q & ~lost, seqlen_k, options)
-        rows |= ~(values.lse <= LARGEST_SCORE)
+        rows |= ~(lse <= LARGEST_SCORE)
         rows |= readers(keys | nan_k, bad_pairs, options, rows | lost)
         rows |= readers(nan_v, (), options, rows | nan)
         rows &= ~lost
@@ -174,9 +173,9 @@ def find(
 
 
 def bounded_options(values: Values, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options whose bias, sink and slopes flag no row."""
+    """Return options whose logits and slopes flag no row."""
     bounded = dict(options)
-    for name in ("bias", "sink"):
+    for name in LOGITS:
         if name in options:
             x = options[name]
             bounded[name] = _without(x, ~(x <= LARGEST_SCORE))
@@ -187,16 +186,17 @@ def bounded_options(values: Values, options: dict[str, Any]) -> dict[str, Any]:
     return bounded
 
 
-def _heads_within(
+def _logits_beyond(
     values: Values, options: dict[str, Any]
 ) -> Iterator[np.ndarray]:
-    """Which heads have a bounded sink, slope, and tangent of the sink."""
-    if "sink" in options:
-        yield options["sink"] <= LARGEST_SCORE
+    """Which logits, slopes and tangents of logits are not bounded."""
+    for name in LOGITS:
+        if name in options:
+            yield ~(options[name] <= LARGEST_SCORE)
     if "alibi_slopes" in options:
-        yield _slopes_within(options["alibi_slopes"], values.lengths)
-    for x in values.moved("sink"):
-        yield np.abs(x) <= values.largest
+        yield ~_slopes_within(options["alibi_slopes"], values.lengths)
+    for x in values.moved(*LOGITS):
+        yield ~(np.abs(x) <= values.largest)
 
 
 def _slopes_within(slopes: np.ndarray, lengths: int) -> np.ndarray:
@@ -243,11 +243,6 @@ def _beyond(x: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
     found = lengths > largest
     found[found] = (np.abs(x[found]) > largest).any(axis=-1)
     return found, nan
-
-
-def _within(x: np.ndarray, largest: float) -> np.ndarray:
-    """Return x with 0 for what is larger than `largest`, or NaN."""
-    return _without(x, ~(np.abs(x) <= largest))
 
 
 def _without(x: np.ndarray, bad: np.ndarray, instead: float = 0) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which inputs `numpy_tiles` computes, and which are the reference's."""
+"""Which inputs `tiles` computes, and which are the reference's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
+
+from cuflash.backends.numpy.arrays import LOGITS
 
 LARGEST_SCORE = 2.0**14  # above it float32 has 9 bits behind the point
 LARGEST_VALUE = 2.0**40  # sums of products of three stay below 2^128
@@ -22,8 +24,8 @@ class Kind(IntEnum):
     UNBOUNDED : a result may overflow or be NaN: for the reference.
     BOUNDED : all is finite, scores are at most `LARGEST_SCORE` and values (v
         and, backward, out, dout, dlse; tangents) at most `LARGEST_VALUE`, or
-        `LARGEST_COTANGENT` in a double backward. A bias, sink or lse may be
-        -inf.
+        `LARGEST_COTANGENT` in a double backward. A logit (a bias, say) and
+        lse may be -inf.
     SMALL : moreover exp(S) and its sums are normal numbers, without m.
     """
 
@@ -36,7 +38,6 @@ def kinds(
     q: np.ndarray,
     k: np.ndarray,
     values: Sequence[np.ndarray],
-    scale: float,
     options: dict[str, Any],
     lse: np.ndarray | None = None,
     largest: float = LARGEST_VALUE,
@@ -45,7 +46,7 @@ def kinds(
 
     largest : of values.
     """
-    lengths = _longest(q), _longest(k)
+    scale, lengths = options["scale"], (_longest(q), _longest(k))
     score = abs(scale) * lengths[0] * lengths[1]
     # Nor is one of the three large where another is 0.
     bounded = score <= LARGEST_SCORE
@@ -53,7 +54,7 @@ def kinds(
         bounded = bounded & (max(1, abs(scale)) * x <= LARGEST_SCORE)
     for x in values:
         bounded = bounded & (_largest(x) <= largest)
-    upper: list[Any] = [lse, options.get("bias"), options.get("sink")]
+    upper: list[Any] = [lse, *map(options.get, LOGITS)]
     slopes = options.get("alibi_slopes")
     if slopes is not None:
         bounded = bounded & (_largest(slopes) <= LARGEST_VALUE)
@@ -73,9 +74,10 @@ def of_bounded(score: np.ndarray, options: dict[str, Any]) -> np.ndarray:
     """
     small = score <= LARGEST_SMALL
     if options.keys() & {"bias", "alibi_slopes"}:
-        small = small & False
-    if "sink" in options:
-        small = small & (_maximum(options["sink"]) <= LARGEST_SMALL)
+        return np.full(small.shape, Kind.BOUNDED)
+    for name in LOGITS:
+        if name in options:
+            small = small & (_maximum(options[name]) <= LARGEST_SMALL)
     return np.where(small, Kind.SMALL, Kind.BOUNDED)
 
 

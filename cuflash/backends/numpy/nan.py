@@ -8,9 +8,8 @@
 - A NaN in out, dout or dlse makes D NaN and so the row of dS, or of T; one of
   out a column of ddO, too, and one of dout a column of dV.
 
-So tiles compute with 0 in the place of NaN (`numpy_flagged`), and NaN is
-written over their results, which takes a mask and no sum. Arrays are those of
-`numpy_tiles`.
+So tiles compute with 0 in the place of NaN (`flagged`), and NaN is written
+over their results, which takes a mask and no sum. Arrays are those of `tiles`.
 """
 
 from __future__ import annotations
@@ -20,22 +19,19 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.backends.numpy.arrays import LOGITS, Arrays
 from cuflash.backends.numpy.flagged import Flagged
 from cuflash.backends.numpy.seen import of_heads_alike
-from cuflash.backends.numpy.tangents import SecondGradients
 from cuflash.reference.scores import reduce_to_shape
 
 
 def forward(
-    flagged: Flagged,
-    v: np.ndarray,
-    of_out: Sequence[np.ndarray],
-    of_lse: Sequence[np.ndarray],
+    flagged: Flagged, v: np.ndarray, results: Sequence[Arrays]
 ) -> None:
-    """Write NaN into out, lse and their tangents."""
-    for x in (*of_out, *of_lse):
-        x[flagged.lost] = np.nan
-    _write_columns(flagged, v, of_out)
+    """Write NaN into out and lse of each, the results and their tangents."""
+    for x in results:
+        x["out"][flagged.lost] = x["lse"][flagged.lost] = np.nan
+    _write_columns(flagged, v, [x["out"] for x in results])
 
 
 def _write_columns(
@@ -64,58 +60,34 @@ def _write_columns(
             np.copyto(x[..., tile.queries, :], np.nan, where=columns)
 
 
-def backward(
-    flagged: Flagged, dout: np.ndarray, gradients: Sequence[np.ndarray]
-) -> None:
-    """Write NaN into the gradients.
-
-    gradients : dq, dk, dv, and those of a bias and of a sink.
-    """
-    dq, dk, dv, *others = gradients
-    names = [x for x in ("bias", "sink") if x in flagged.options]
-    given = dict(zip(names, others, strict=True))
-    dbias, dsink = given.get("bias"), given.get("sink")
-    _spread(flagged, dout, dq, dk, dv, dbias, dsink)
+def double_backward(flagged: Flagged, own: Arrays, gradients: Arrays) -> None:
+    """Write NaN into the gradients, those of dout and dlse too."""
+    of_dout = gradients["dout"]
+    forward(flagged, own["v"], [{"out": of_dout, "lse": gradients["dlse"]}])
+    np.copyto(of_dout, np.nan, where=np.isnan(own["out"]))
+    backward(flagged, own, gradients)
 
 
-def double_backward(
-    flagged: Flagged,
-    dout: np.ndarray,
-    v: np.ndarray,
-    out: np.ndarray,
-    gradients: SecondGradients,
-) -> None:
-    """Write NaN into the gradients."""
-    d2q, d2k, d2v, ddout, d2bias, d2sink, ddlse = gradients
-    forward(flagged, v, [ddout], [ddlse])
-    np.copyto(ddout, np.nan, where=np.isnan(out))
-    _spread(flagged, dout, d2q, d2k, d2v, d2bias, d2sink)
-
-
-def _spread(
-    flagged: Flagged,
-    dout: np.ndarray,
-    dq: np.ndarray,
-    dk: np.ndarray,
-    dv: np.ndarray,
-    dbias: np.ndarray | None,
-    dsink: np.ndarray | None,
-) -> None:
+def backward(flagged: Flagged, own: Arrays, gradients: Arrays) -> None:
     """Write NaN where rows of NaN in dS, or T, add to gradients."""
     if not flagged.nan.any():
         return
-    nan = np.isnan(dout)
+    dq, dk, dv = (gradients[x] for x in "qkv")
+    logits = [gradients[x] for x in LOGITS if x in gradients]
+    of_heads = [x for x in logits if x.ndim == 3]
+    of_pairs = [x for x in logits if x.ndim != 3]
+    nan = np.isnan(own["dout"])
     rows, lost = map(of_heads_alike, (flagged.nan, flagged.lost))
     sees = np.zeros(flagged.nan.shape, bool)
     of_k, of_v = np.zeros((2, *sees.shape[:3], dk.shape[-2]), bool)
     for tile, visible in flagged.tiles(slice(0, dk.shape[-2])):
-        own = np.flatnonzero(rows[..., tile.queries].any(axis=(0, 1, 2)))
-        if not own.size:
+        some = np.flatnonzero(rows[..., tile.queries].any(axis=(0, 1, 2)))
+        if not some.size:
             continue
-        at = tile.q_start + own
+        at = tile.q_start + some
         seen = rows[..., at, None]
         if visible is not None:
-            seen = seen & visible[..., own, :]
+            seen = seen & visible[..., some, :]
         sees[..., at] = seen.any(axis=-1)
         of_k |= seen.any(axis=-2)
         of_v |= (seen & lost[..., at, None]).any(axis=-2)
@@ -123,16 +95,16 @@ def _spread(
             weights = np.swapaxes(seen, -1, -2).astype(np.float32)
             columns = weights @ nan[..., at, :].astype(np.float32) > 0
             np.copyto(dv, np.nan, where=columns.any(axis=2, keepdims=True))
-        if dbias is not None:
+        for total in of_pairs:
             pairs = rows[..., tile.queries, None]
             if visible is not None:
                 pairs = pairs & visible
-            _write_sum(tile.of(dbias), pairs)
+            _write_sum(tile.of(total), pairs)
     dq[sees] = np.nan
     dk[of_k.any(axis=2, keepdims=True)] = np.nan
     dv[of_v.any(axis=2, keepdims=True)] = np.nan
-    if dsink is not None:
-        _write_sum(dsink, flagged.nan.any(axis=-1))
+    for total in of_heads:
+        _write_sum(total, flagged.nan.any(axis=-1))
 
 
 def _write_sum(total: np.ndarray, terms: Any) -> None:

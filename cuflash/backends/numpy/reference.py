@@ -1,8 +1,8 @@
 """Rows of NumPy calls by the reference, in float64.
 
-For those that are flagged (`numpy_flagged`): the semantics of NaN and
-infinities. Arrays are those of `numpy_tiles`, of which `Rows` takes its own;
-options are the rows' own.
+For those that are flagged (`flagged`): the semantics of NaN and infinities.
+Arrays are a part's, by name, of which `Rows` takes its own; options are the
+rows' own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.backends.numpy.arrays import KEYS, LOGITS, Arrays
 from cuflash.backends.numpy.rows import Rows
-from cuflash.backends.numpy.tangents import Direction, SecondGradients
 from cuflash.reference import backward as backward_of
 from cuflash.reference import double_backward as double_backward_of
 from cuflash.reference import forward as forward_of
@@ -26,139 +26,60 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 def forward(
     rows: Rows,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-    scale: float,
+    own: Arrays,
+    directions: Sequence[Arrays],
+    results: Sequence[Arrays],
 ) -> None:
-    """Write the rows of out and lse."""
-    q = rows.rows_of(q)
-    k, v = (_for_groups(rows.keys_of(x), q) for x in (k, v))
-    found = forward_of.query_outer(q, k, v, **_options(rows, q, scale))
-    for result, own in zip((out, lse), found, strict=True):
-        rows.write(result, own)
-
-
-def backward(
-    rows: Rows,
-    dout: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-    dlse: np.ndarray | None,
-    scale: float,
-    gradients: Sequence[np.ndarray],
-) -> None:
-    """Write the rows of dq, and add to the other gradients.
-
-    gradients : dq, dk, dv, and those of a bias and of a sink.
-    """
-    dout, q, out, lse = map(rows.rows_of, (dout, q, out, lse))
-    dlse = None if dlse is None else rows.rows_of(dlse)
-    k, v = (_for_groups(rows.keys_of(x), q) for x in (k, v))
-    options = _options(rows, q, scale)
-    if lse.dtype == np.float32:
-        lse = _unrounded(lse.astype(np.float64), q, k, options)
-    dq, dk, dv, *others = backward_of.key_outer(
-        dout, q, k, v, out, lse, dlse=dlse, **options
-    )
-    rows.write(gradients[0], dq)
-    rows.add(gradients[1], _of_groups(dk))
-    rows.add(gradients[2], _of_groups(dv))
-    names = [x for x in ("bias", "sink") if x in options]
-    for name, total, own in zip(names, gradients[3:], others, strict=True):
-        (rows.add_pairs if name == "bias" else rows.add)(total, own)
-
-
-def jvp(
-    rows: Rows,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    directions: list[Direction],
-    results: tuple[Any, ...],
-    scale: float,
-) -> None:
-    """Write the rows of out, lse and their tangents.
-
-    results : see `numpy_tangents.jvp`.
-    """
-    q = rows.rows_of(q)
-    k, v = (_for_groups(rows.keys_of(x), q) for x in (k, v))
-    options = _options(rows, q, scale)
-    out, lse, out_dot, lse_dot = results
+    """Write the rows of out and lse, then of their tangents."""
+    given = _arguments(rows, own)
     if not directions:
-        found = forward_of.query_outer(q, k, v, **options)
-        rows.write(out, found[0])
-        rows.write(lse, found[1])
-    for number, direction in enumerate(directions):
-        moved = rows.direction_of(direction)
-        tangents = jvp_of.jvp(
-            *(q, k, v, moved.q, moved.k, moved.v),
-            bias_dot=moved.bias,
-            sink_dot=moved.sink,
-            **options,
-        )
-        of_number = out, lse, out_dot[number], lse_dot[number]
-        for result, own in zip(of_number, tangents, strict=True):
-            rows.write(result, own)
+        out, lse = forward_of.query_outer(**given)
+        rows.put(results[0], {"out": out, "lse": lse})
+    for direction, result in zip(directions, results[1:], strict=True):
+        moved = {f"{x}_dot": y for x, y in rows.of(direction).items()}
+        found = jvp_of.jvp(**(given | moved))
+        rows.put(results[0], {"out": found.out, "lse": found.lse})
+        rows.put(result, {"out": found.out_dot, "lse": found.lse_dot})
+
+
+def backward(rows: Rows, own: Arrays, gradients: Arrays) -> None:
+    """Write the rows of dq, and add to the other gradients."""
+    given = _arguments(rows, own)
+    names = (*"qkv", *(x for x in LOGITS if x in given))
+    found = backward_of.key_outer(**given)
+    rows.put(gradients, dict(zip(names, found, strict=True)))
 
 
 def double_backward(
-    rows: Rows,
-    direction: Direction,
-    dout: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-    dlse: np.ndarray | None,
-    scale: float,
-    gradients: SecondGradients,
+    rows: Rows, direction: Arrays, own: Arrays, gradients: Arrays
 ) -> None:
     """Write the rows of d2q, ddout and ddlse; add to the other gradients."""
-    moved = rows.direction_of(direction)
-    dout, q, out, lse = map(rows.rows_of, (dout, q, out, lse))
-    dlse = None if dlse is None else rows.rows_of(dlse)
-    k, v = (_for_groups(rows.keys_of(x), q) for x in (k, v))
-    options = _options(rows, q, scale)
-    if lse.dtype == np.float32:
-        lse = _unrounded(lse.astype(np.float64), q, k, options)
-    found = double_backward_of.double_backward(
-        *(moved.q, moved.k, moved.v, dout, q, k, v, out, lse),
-        ddbias=moved.bias,
-        ddsink=moved.sink,
-        dlse=dlse,
-        **options,
-    )
-    for name in ("d2q", "ddout", "ddlse"):
-        rows.write(getattr(gradients, name), getattr(found, name))
-    rows.add(gradients.d2k, _of_groups(found.d2k))
-    rows.add(gradients.d2v, _of_groups(found.d2v))
-    if gradients.d2bias is not None and found.d2bias is not None:
-        rows.add_pairs(gradients.d2bias, found.d2bias)
-    if gradients.d2sink is not None and found.d2sink is not None:
-        rows.add(gradients.d2sink, found.d2sink)
+    given = _arguments(rows, own)
+    given |= dict.fromkeys(("ddq", "ddk", "ddv"))
+    given |= {f"dd{x}": y for x, y in rows.of(direction).items()}
+    found = double_backward_of.double_backward(**given)._asdict()
+    by_name = {  # d2q, ..., ddout, ...
+        x.removeprefix("d2" if x.startswith("d2") else "d"): y
+        for x, y in found.items()
+        if y is not None
+    }
+    rows.put(gradients, by_name)
 
 
-def _options(rows: Rows, q: np.ndarray, scale: float) -> dict[str, Any]:
-    """The keyword arguments of the reference."""
-    few = min(q.shape[-2], REFERENCE_BLOCK)
+def _arguments(rows: Rows, own: Arrays) -> dict[str, Any]:
+    """The reference's arrays and options for some rows."""
+    arrays = rows.of(own)
+    q, few = arrays["q"], min(len(rows.index), REFERENCE_BLOCK)
+    for name in KEYS:
+        arrays[name] = _for_groups(arrays[name], q)
     blocks = {"block_q": REFERENCE_BLOCK, "block_k": PAIRS // few}
-    options = {"scale": scale, **blocks, **rows.options}
+    options = rows.options | blocks
     if q.dtype == np.float32:
         options["largest_score"] = LARGEST_FLOAT32
-    return options
-
-
-def _of_groups(x: np.ndarray) -> np.ndarray:
-    """The sum over the query heads of a group."""
-    return x.sum(axis=2, keepdims=True)
+        if "lse" in arrays:
+            lse = arrays["lse"].astype(np.float64)
+            arrays["lse"] = _unrounded(lse, q, arrays["k"], options)
+    return options | arrays
 
 
 def _for_groups(x: np.ndarray, q: np.ndarray) -> np.ndarray:

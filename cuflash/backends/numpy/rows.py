@@ -1,6 +1,6 @@
 """Rows of a part, taken from its arrays, and written into its results.
 
-The rows that are flagged (`numpy_flagged`) have any places; the reference
+The rows that are flagged (`flagged`) have any places; the reference
 computes them alone, as a few queries of a longer sequence.
 """
 
@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.backends.numpy.arrays import KEYS, OPTIONS, Arrays
 from cuflash.backends.numpy.flagged import Flagged
 from cuflash.backends.numpy.scores import Heads, of_heads, options_of
-from cuflash.backends.numpy.tangents import Direction
 from cuflash.reference.options import Queries
+
+_ALL = slice(None)
 
 
 class Rows:
@@ -32,56 +34,37 @@ class Rows:
     ) -> None:
         self.heads, self.index = heads, index
         self.options = options | {"queries": Queries(index, seqlen_q)}
-        for name in ("bias", "mask"):
+        for name in ("bias", "mask", "segment_ids_q"):
             if name in options:
-                self.options[name] = self.pairs_of(options[name])
-        if "segment_ids_q" in options:
-            ids = options["segment_ids_q"]
-            self.options["segment_ids_q"] = ids[..., index]
+                x = options[name]
+                self.options[name] = x[self._at(name, x)]
 
-    def rows_of(self, x: np.ndarray) -> np.ndarray:
-        """Take the rows of q, or of what has its axes, of these heads."""
-        x = of_heads(x, self.heads)
-        return x[..., self.index] if x.ndim == 4 else x[..., self.index, :]
+    def of(self, arrays: Arrays) -> Arrays:
+        """Take these rows and heads of a part's arrays, or tangents."""
+        found = {}
+        for name, array in arrays.items():
+            x = of_heads(array, self.heads)
+            found[name] = x if name in KEYS else x[self._at(name, x)]
+        return found
 
-    def keys_of(self, x: np.ndarray) -> np.ndarray:
-        """Take k, or what has its axes, of these heads."""
-        return of_heads(x, self.heads)
+    def put(self, results: Arrays, found: Arrays) -> None:
+        """Write what these rows have of their own; add to all other sums."""
+        for name, x in found.items():
+            total = of_heads(results[name], self.heads)
+            if name in KEYS:
+                total += x.sum(axis=2, keepdims=True)  # of a group
+            elif name in OPTIONS:
+                total[self._at(name, total)] += x
+            else:
+                total[self._at(name, total)] = x
 
-    def pairs_of(self, x: np.ndarray) -> np.ndarray:
-        """Take the rows of a bias or mask of these heads."""
-        return x if x.shape[-2] == 1 else x[..., self.index, :]
-
-    def direction_of(self, x: Direction) -> Direction:
-        """Take the tangents of these rows and heads."""
-        q, k, v, bias, sink = x.of(self.heads)
-        return Direction(
-            None if q is None else q[..., self.index, :],
-            *(k, v),
-            None if bias is None else self.pairs_of(bias),
-            sink,
-        )
-
-    def write(self, results: np.ndarray, rows: np.ndarray) -> None:
-        """Write the rows of a result that has the axes of q."""
-        own = of_heads(results, self.heads)
-        if own.ndim == 4:
-            own[..., self.index] = rows
-        else:
-            own[..., self.index, :] = rows
-
-    def add(self, total: np.ndarray, own: np.ndarray) -> None:
-        """Add what these rows give to a gradient that all rows add to."""
-        part = of_heads(total, self.heads)
-        part += own
-
-    def add_pairs(self, total: np.ndarray, own: np.ndarray) -> None:
-        """The same for the gradient of a bias."""
-        part = of_heads(total, self.heads)
-        if part.shape[-2] == 1:
-            part += own
-        else:
-            part[..., self.index, :] += own
+    def _at(self, name: str, x: np.ndarray) -> Any:
+        """The index of these rows; of all of an option that has no rows."""
+        if x.ndim == 4:
+            return (..., self.index)
+        if name in OPTIONS and (x.ndim == 3 or x.shape[-2] == 1):
+            return ...
+        return (..., self.index, _ALL)
 
 
 def cut(flagged: Flagged) -> Iterator[Rows]:

@@ -1,4 +1,4 @@
-"""Scores of tiles of NumPy arrays, in their own precision.
+"""Scores of tiles of NumPy arrays, in their own precision, and their slopes.
 
 Arrays have three axes of heads, (batch, num_heads_kv, group_size, seqlen, d);
 k has a group of 1, which all query heads of the group read. A step takes one
@@ -9,6 +9,7 @@ BLAS multiplies each alone, so no bit depends on the others.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,24 @@ Heads = tuple[slice, slice, slice]
 
 
 def steps(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    **options: Any,
+) -> Iterator[tuple[Scores, list[slice]]]:
+    """Return the scores of some heads after the other, and tiles of queries.
+
+    options : the other arguments of `Scores`.
+    """
+    block_q, block_k = block_q or BLOCK_Q, block_k or BLOCK_K
+    tiles = [slice(*x) for x in cut(q.shape[-2], block_q)]
+    for heads in _steps(q, k, block_q, block_k):
+        yield Scores(heads, q, k, block_k=block_k, **options), tiles
+
+
+def _steps(
     q: np.ndarray, k: np.ndarray, block_q: int, block_k: int
 ) -> Iterator[Heads]:
     """Cut the heads so that a tile of a part has about `PAIRS` pairs.
@@ -45,10 +64,8 @@ def steps(
                 yield slice(*b), slice(*h), slice(*g)
 
 
-def of_heads(array: Any, heads: Heads) -> Any:
+def of_heads(array: np.ndarray, heads: Heads) -> np.ndarray:
     """The part of some heads, of an array with three axes of heads or more."""
-    if array is None:
-        return None
     sizes = np.shape(array)[:3]
     return array[
         tuple(
@@ -70,17 +87,43 @@ def options_of(options: dict[str, Any], heads: Heads) -> dict[str, Any]:
     }
 
 
+class Cap:
+    """A softcap at a tile's scores: its derivatives."""
+
+    def __init__(self, tanh: np.ndarray, softcap: float) -> None:
+        self.tanh, self.softcap = tanh, softcap
+
+    @functools.cached_property
+    def slope(self) -> np.ndarray:
+        """The slope g with respect to scale * QK^T."""
+        slope: np.ndarray = 1 - self.tanh * self.tanh
+        return slope
+
+    def bend(
+        self, ds: np.ndarray, t: np.ndarray, x_dot: np.ndarray | None
+    ) -> None:
+        """Make T and dS g T + g' dS X' and g dS, in place; X' None is 0."""
+        ds *= self.slope
+        t *= self.slope
+        if x_dot is not None:  # g' is -2 t g / cap
+            t -= (2 / self.softcap) * self.tanh * ds * x_dot
+
+
 class Scores:
-    """Scores of the tiles of some heads."""
+    """Scores of the tiles of some heads.
+
+    options : those of `arrays.options`.
+    """
 
     def __init__(
         self,
+        heads: Heads,
         q: np.ndarray,
         k: np.ndarray,
+        *,
         scale: float,
         block_k: int,
-        options: dict[str, Any],
-        heads: Heads,
+        **options: Any,
     ) -> None:
         self.heads, self.block_k = heads, block_k
         self.q, self.k = q[heads], of_heads(k, heads)
@@ -99,23 +142,6 @@ class Scores:
             )
         )
         self.pairs = Tiles(q.shape[-2], k.shape[-2], scale, self.options)
-
-    def start(
-        self, rows: slice, head_dim_v: int, small: bool
-    ) -> tuple[np.ndarray, ...]:
-        """m, l and acc before any key: the sink's, which has no value."""
-        shape = self.q[..., rows, 0].shape
-        m = np.full(shape, 0 if small else -np.inf, self.q.dtype)
-        total = np.zeros_like(m)
-        acc = np.zeros((*shape, head_dim_v), m.dtype)
-        if self.options.sink is not None:
-            sink = self.options.sink[..., None]
-            if small:
-                total += np.exp(sink)
-            else:
-                m[...] = sink
-                total[...] = sink > -np.inf
-        return m, total, acc
 
     def tiles(self, rows: slice) -> Iterator[tuple[Tile, np.ndarray | None]]:
         """The tiles of some queries, with the mask of those that need one."""
@@ -140,13 +166,13 @@ class Scores:
 
     def of(
         self, tile: Tile, visible: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray | float]:
-        """Return S, and its slope with respect to scale * QK^T."""
-        s, t = self.capped(tile)
-        return self.modified(s, tile, visible), 1.0 if t is None else 1 - t * t
+    ) -> tuple[np.ndarray, Cap | None]:
+        """Return S, and the softcap if there is one."""
+        s, cap = self._capped(tile)
+        return self._modified(s, tile, visible), cap
 
-    def capped(self, tile: Tile) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return scale * QK^T; or, with a softcap, cap * t and t, a tanh."""
+    def _capped(self, tile: Tile) -> tuple[np.ndarray, Cap | None]:
+        """Return scale * QK^T; or, with a softcap, cap * t and its `Cap`."""
         s = (
             self.scaled_q[..., tile.queries, :]
             @ self.k_transposed[..., tile.keys]
@@ -157,9 +183,9 @@ class Scores:
             return s, None
         s /= self.options.softcap
         t = np.tanh(s, out=s)
-        return t * self.options.softcap, t
+        return t * self.options.softcap, Cap(t, self.options.softcap)
 
-    def modified(
+    def _modified(
         self, s: np.ndarray, tile: Tile, visible: np.ndarray | None
     ) -> np.ndarray:
         """Add ALiBi and bias to capped scores, and mask them; in place."""

@@ -1,6 +1,6 @@
 """Which queries of a part see which of some keys or pairs.
 
-Flags have the axes of `numpy_tiles` but the last: (batch, num_heads_kv,
+Flags have the axes of `tiles` but the last: (batch, num_heads_kv,
 group_size, tokens).
 """
 

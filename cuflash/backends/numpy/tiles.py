@@ -6,66 +6,65 @@ r"""Attention on NumPy arrays in their own precision, in tiles through BLAS.
     acc' = acc\, e^{m - m'} + P V
 
 and backward P = exp(S - lse), dS = P (dP - D): the equations of
-`cuflash.reference`, for inputs that are BOUNDED or SMALL
-(`numpy_kinds.Kind`) and so without what NaN and infinities cost there. Arrays
-are (batch, num_heads_kv, group_size, seqlen, d), of float32 or float64; k and
-v have a group of 1.
+`cuflash.reference`, of its `jvp` and `double_backward` too, for inputs that
+are BOUNDED or SMALL (`kinds.Kind`) and so without what NaN and infinities cost
+there. Arrays are (batch, num_heads_kv, group_size, seqlen, d), of float32 or
+float64; k and v have a group of 1. Options are those of `arrays.options`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash.backends.numpy.arrays import Arrays, zeros_of_logits
 from cuflash.backends.numpy.scores import (
-    BLOCK_K,
-    BLOCK_Q,
     Scores,
     of_heads,
     steps,
     transposed,
 )
-from cuflash.reference.masks import tiles as cut
+from cuflash.backends.numpy.softmax import (
+    Shift,
+    SinkGradient,
+    Sums,
+    add_second_sink_gradient,
+    attend,
+    sink_weight,
+)
+from cuflash.backends.numpy.tangents import Motion
 from cuflash.reference.options import Tile
-from cuflash.reference.scores import reduce_to_shape, sink_gradient
-
-# The rounding of an lse up to this changes P by at most |lse| u: 2^-19, and
-# 2^-41 in float64. A float32 pays with a second pass over the scores only
-# where numbers are large; a float64 has digits to spare.
-LARGEST_PLAIN_LSE = {"float32": 32.0, "float64": 2.0**12}
+from cuflash.reference.scores import reduce_to_shape
 
 
 def forward(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
+    directions: Sequence[Arrays],
+    results: Sequence[Arrays],
     *,
-    scale: float,
-    block_q: int | None = None,
-    block_k: int | None = None,
     small: bool = False,
     **options: Any,
 ) -> None:
-    """Write out and lse; the options are the reference's.
+    """Write out and lse, then their tangents in each direction.
 
-    small : whether the inputs are of `Kind.SMALL`.
+    small : whether the inputs are of `Kind.SMALL`; without directions.
     """
-    block_q, block_k = block_q or BLOCK_Q, block_k or BLOCK_K
-    for heads in steps(q, k, block_q, block_k):
-        scores = Scores(q, k, scale, block_k, options, heads)
-        for start, stop in cut(q.shape[-2], block_q):
-            at = (*heads, slice(start, stop))
-            m, total, acc = _attend(scores, at[-1], of_heads(v, heads), small)
-            empty = total == 0
-            total[empty] = 1
-            acc /= total[..., None]
-            out[at] = acc
-            m += np.log(total)
-            m[empty] = -np.inf
-            lse[at] = m
+    for scores, tiles in steps(q, k, **options):
+        motions = [Motion(scores, x) for x in directions]
+        own_v = of_heads(v, scores.heads)
+        for rows in tiles:
+            state, sums = attend(scores, rows, own_v, motions, small=small)
+            found = [state.finish()]
+            for own in sums:
+                own.rescale(1 / state.total)
+                found.append(own.finish(state.acc))
+            at = (*scores.heads, rows)
+            for result, (out, lse) in zip(results, found, strict=True):
+                result["out"][at], result["lse"][at] = out, lse
 
 
 def backward(
@@ -76,140 +75,201 @@ def backward(
     out: np.ndarray,
     lse: np.ndarray,
     *,
-    scale: float,
-    block_q: int | None = None,
-    block_k: int | None = None,
     dlse: np.ndarray | None = None,
     **options: Any,
-) -> tuple[np.ndarray, ...]:
-    """Return dq, dk and dv; dbias and dsink if there are bias and sink."""
-    block_q, block_k = block_q or BLOCK_Q, block_k or BLOCK_K
-    dq, dk, dv = (np.zeros(x.shape, q.dtype) for x in (q, k, v))
-    bias, sink = (options.get(name) for name in ("bias", "sink"))
-    dbias = None if bias is None else np.zeros(bias.shape, q.dtype)
-    delta = np.einsum("...c,...c->...", dout, out)
-    if dlse is not None:
-        delta -= dlse
-    of_sink = delta if sink is None else delta.copy()
-    for heads in steps(q, k, block_q, block_k):
-        scores = Scores(q, k, scale, block_k, options, heads)
-        v_transposed = transposed(of_heads(v, heads))
-        sums = _Sums(*(of_heads(x, heads) for x in (dk, dv, dbias)))
-        for start, stop in cut(q.shape[-2], block_q):
-            at = (*heads, slice(start, stop))
-            rows = Rows(at[-1], dout[at], lse[at], delta[at])
-            shift, rest = shifts(scores, rows)
-            if sink is not None and rest is not None:
-                # A flagged row has lse inf, and delta 0.
-                ours = np.where(rows.lse == np.inf, 0, rows.lse)[..., None]
-                of_sink[at] *= np.exp((ours - shift) - rest)[..., 0]
-            _differentiate(
-                scores, rows, (shift, rest), v_transposed, dq[at], sums
-            )
-    dq *= scale
-    dk *= scale
-    gradients = [dq, dk, dv]
-    if dbias is not None:
-        gradients.append(dbias)
-    if sink is not None:
-        gradients.append(sink_gradient(sink, lse, of_sink))
-    return tuple(gradients)
+) -> Arrays:
+    """Return the gradients with respect to q, k, v and logits."""
+    delta = _delta(dout, out, dlse)
+    found = {"q": _zeros(q), "k": _zeros(k), "v": _zeros(v)}
+    found |= zeros_of_logits(options)
+    of_sink = SinkGradient(options, lse, delta)
+    for scores, tiles in steps(q, k, **options):
+        v_transposed = transposed(of_heads(v, scores.heads))
+        sums = _of_heads(found, scores)
+        for place in tiles:
+            at = (*scores.heads, place)
+            shift = Shift.of(scores, place, lse[at])
+            of_sink.correct(at, shift)
+            rows = _Rows(place, dout[at], delta[at], shift)
+            _differentiate(scores, rows, v_transposed, found["q"][at], sums)
+    for name in ("q", "k"):
+        found[name] *= options["scale"]
+    return found | of_sink.finish()
 
 
-def _attend(
-    scores: Scores, rows: slice, v: np.ndarray, small: bool
-) -> tuple[np.ndarray, ...]:
-    """Return m, l and acc of some queries after all their keys.
+def double_backward(
+    direction: Arrays,
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    dlse: np.ndarray | None = None,
+    **options: Any,
+) -> Arrays:
+    """Return the gradients with respect to `backward`'s inputs."""
+    delta = _delta(dout, out, dlse)
+    found = {"q": _zeros(q), "k": _zeros(k), "v": _zeros(v)}
+    found |= {"dout": _zeros(dout), "dlse": _zeros(lse)}
+    found |= zeros_of_logits(options)
+    for scores, tiles in steps(q, k, **options):
+        values = _Values(Motion(scores, direction), of_heads(v, scores.heads))
+        sums = _of_heads(found, scores)
+        for place in tiles:
+            at = (*scores.heads, place)
+            shift = Shift.of(scores, place, lse[at])
+            rows = _Rows(place, dout[at], delta[at], shift)
+            ddout, b = _first_pass(values, rows, out[at])
+            found["dout"][at], found["dlse"][at] = ddout, b
+            _second_pass(values, rows, b, ddout, found["q"][at], sums)
+    for name in ("q", "k"):
+        found[name] *= options["scale"]
+    return found
 
-    With small scores m is 0 in all rows.
-    """
-    m, total, acc = scores.start(rows, v.shape[-1], small)
-    for tile, visible in scores.tiles(rows):
-        s, _ = scores.of(tile, visible)
-        if not small:
-            old, m = m, np.maximum(m, s.max(axis=-1))
-            shift = np.where(m == -np.inf, 0, m)
-            s -= shift[..., None]
-            correction = np.exp(old - shift)
-            total *= correction
-            acc *= correction[..., None]
-        p = np.exp(s, out=s)
-        total += p @ np.ones(p.shape[-1], p.dtype)  # a sum by BLAS
-        acc += scores.kept(p, tile) @ v[..., tile.keys, :]
-    return m, total, acc
 
-
-class Rows(NamedTuple):
-    """What the gradient of some queries needs."""
+class _Rows(NamedTuple):
+    """What the gradients of some queries need."""
 
     place: slice
     dout: np.ndarray
-    lse: np.ndarray
     delta: np.ndarray
+    shift: Shift
 
 
-class _Sums(NamedTuple):
-    """Gradients to which all queries add."""
+class _Values:
+    """What both passes of a double backward need of some heads."""
 
-    dk: np.ndarray
-    dv: np.ndarray
-    dbias: np.ndarray | None
+    def __init__(self, motion: Motion, v: np.ndarray) -> None:
+        self.scores, self.motion, self.v = motion.scores, motion, v
+        self.v_transposed = transposed(v)
+
+
+def _delta(
+    dout: np.ndarray, out: np.ndarray, dlse: np.ndarray | None
+) -> np.ndarray:
+    """D = rowsum(dO * O) - dlse."""
+    delta = np.einsum("...c,...c->...", dout, out)
+    if dlse is not None:
+        delta -= dlse
+    return delta
+
+
+def _zeros(x: np.ndarray) -> np.ndarray:
+    return np.zeros(x.shape, x.dtype)
+
+
+def _of_heads(gradients: Arrays, scores: Scores) -> Arrays:
+    """Those of some heads to which all queries add."""
+    by_row = ("q", "dout", "dlse")
+    return {
+        name: of_heads(x, scores.heads)
+        for name, x in gradients.items()
+        if name not in by_row
+    }
 
 
 def _differentiate(
     scores: Scores,
-    rows: Rows,
-    of_rows: tuple[np.ndarray, np.ndarray | None],
+    rows: _Rows,
     v_transposed: np.ndarray,
     dq: np.ndarray,
-    sums: _Sums,
+    sums: Arrays,
 ) -> None:
-    """Add the terms of some queries to dq and to the sums, unscaled.
-
-    of_rows : their `shifts`.
-    """
+    """Add the terms of some queries to dq and to the sums, unscaled."""
     q = scores.q[..., rows.place, :]
-    shift, rest = of_rows
     for tile, visible in scores.tiles(rows.place):
-        k = scores.k[..., tile.keys, :]
-        p, slope = scores.of(tile, visible)
-        p -= shift
-        if rest is not None:
-            p -= rest
-        np.exp(p, out=p)
-        add_to_keys(sums.dv, tile, scores.kept(p, tile), rows.dout)
+        s, cap = scores.of(tile, visible)
+        p = rows.shift.weights(s)
+        _add_to_keys(sums["v"], tile, scores.kept(p, tile), rows.dout)
         ds = scores.kept(rows.dout @ v_transposed[..., tile.keys], tile)
         ds -= rows.delta[..., None]
         ds *= p
-        if sums.dbias is not None:
-            part = tile.of(sums.dbias)
-            part += reduce_to_shape(ds, part.shape)
-        if scores.options.softcap is not None:
-            ds *= slope
-        add_to_keys(sums.dk, tile, ds, q)
-        dq += ds @ k
+        _add_to_pairs(sums, tile, ds)
+        if cap is not None:
+            ds *= cap.slope
+        _add_to_keys(sums["k"], tile, ds, q)
+        dq += ds @ scores.k[..., tile.keys, :]
 
 
-def shifts(scores: Scores, rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return two numbers a row whose sum is lse, or inf where lse is -inf.
+def _first_pass(
+    values: _Values, rows: _Rows, out: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ddO and b of some queries."""
+    scores, motion = values.scores, values.motion
+    weight = sink_weight(scores, rows.shift)
+    sums = Sums(motion, weight, np.zeros_like(out))
+    for tile, visible in scores.tiles(rows.place):
+        s, cap = scores.of(tile, visible)
+        p = rows.shift.weights(s)
+        v = values.v[..., tile.keys, :]
+        sums.add(tile, p, scores.kept(p, tile), v, cap)
+    return sums.finish(out)
 
-    They are m and log(l) where a rounded lse would cost digits of P, if the
-    keys reproduce it: the caller's may cover more keys. The second is None if
-    it is 0 in all rows.
+
+def _second_pass(
+    values: _Values,
+    rows: _Rows,
+    b: np.ndarray,
+    ddout: np.ndarray,
+    d2q: np.ndarray,
+    sums: Arrays,
+) -> None:
+    """Add the terms of some queries to d2q and to the sums, unscaled.
+
+    T is P ((dP - D) (W - b) + U - rowsum(dO * ddO)), which is the reference's
+    because E + b D is that sum. What all keys share cancels in W - b and
+    dP - D, before it is multiplied.
     """
-    lse, most = rows.lse, LARGEST_PLAIN_LSE[rows.lse.dtype.name]
-    shift, rest = np.where(lse == -np.inf, np.inf, lse), None
-    large = (np.abs(lse) > most) & np.isfinite(lse)
-    if large.any():
-        m, total, _ = _attend(scores, rows.place, scores.k[..., :0], False)
-        log = np.log(total)
-        large &= np.abs(m + log - lse) <= 2 * np.spacing(np.abs(lse))
-        shift = np.where(large, m, shift)
-        rest = np.where(large, log, 0)[..., None]
-    return shift[..., None], rest
+    scores, motion = values.scores, values.motion
+    q = scores.q[..., rows.place, :]
+    moved = np.einsum("...c,...c->...", rows.dout, ddout)
+    e = moved - b * rows.delta
+    add_second_sink_gradient(sums, motion, rows.shift, rows.delta, e)
+    for tile, visible in scores.tiles(rows.place):
+        s, cap = scores.of(tile, visible)
+        p = rows.shift.weights(s)
+        w, x_dot = motion.of(tile, cap)
+        z = scores.factors(tile)
+        relative = -b[..., None] if w is None else w - b[..., None]
+        kept = p if z is None else z * p
+        _add_to_keys(sums["v"], tile, relative * kept, rows.dout)
+        ds = rows.dout @ values.v_transposed[..., tile.keys]
+        if z is not None:
+            ds *= z
+        ds -= rows.delta[..., None]
+        ds *= p
+        t = ds * relative
+        if "v" not in motion.own:
+            t -= p * moved[..., None]
+        else:
+            u = rows.dout @ motion.transposed["v"][..., tile.keys]
+            if z is not None:
+                u *= z
+            u -= moved[..., None]
+            u *= p
+            t += u
+        _add_to_pairs(sums, tile, t)
+        if cap is not None:
+            cap.bend(ds, t, x_dot)
+        d2q += t @ scores.k[..., tile.keys, :]
+        _add_to_keys(sums["k"], tile, t, q)
+        if "k" in motion.own:
+            d2q += ds @ motion.own["k"][..., tile.keys, :]
+        if "q" in motion.own:
+            own_q = motion.own["q"][..., rows.place, :]
+            _add_to_keys(sums["k"], tile, ds, own_q)
 
 
-def add_to_keys(
+def _add_to_pairs(sums: Arrays, tile: Tile, ds: np.ndarray) -> None:
+    """Add dS, or T, to the gradient of a bias, if there is one."""
+    if "bias" in sums:
+        part = tile.of(sums["bias"])
+        part += reduce_to_shape(ds, part.shape)
+
+
+def _add_to_keys(
     total: np.ndarray, tile: Tile, weights: np.ndarray, rows: np.ndarray
 ) -> None:
     """Add weights^T rows, summed over the heads of a group."""
