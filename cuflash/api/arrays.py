@@ -66,9 +66,7 @@ def open_arrays(
         emulated = emulator.current()
         if emulated:
             return _kernels()(emulated.backend()), arrays
-        from cuflash.backends.numpy import attention as numpy
-
-        return numpy, arrays
+        return _host(), arrays
     cupy = on_cuda()
     arrays = {
         name: x if type(x) is cupy.Array else _to_cupy(cupy, name, x)
@@ -86,6 +84,15 @@ def _kernels() -> Callable[..., Runner]:
     from cuflash.launch.runner import Kernels
 
     return Kernels
+
+
+@functools.cache
+def _host() -> Runner:
+    """The runner of calls on NumPy arrays."""
+    from cuflash.backends.numpy import attention as numpy
+    from cuflash.launch.host import Host
+
+    return Host(numpy)
 
 
 @functools.cache

@@ -90,7 +90,7 @@ class Backend(Protocol):
 
 
 class Runner(Protocol):
-    """Runs checked calls: `launch.runner.Kernels`, or backends/numpy.
+    """Runs checked calls: `launch.runner.Kernels`, or `launch.host.Host`.
 
     Results are in full rank.
     """

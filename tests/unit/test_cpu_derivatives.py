@@ -246,6 +246,17 @@ def test_strides_change_no_bit(layout):
         assert_bitwise(np.ascontiguousarray(a), b, layout)
 
 
+# What no GPU runs is refused here, too --------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["jvp", "double_backward"])
+def test_blocks_that_no_kernel_has(direction):
+    q = np.zeros((1, 4, 1, 8), np.float32)
+    given = [q] * 6 if direction == "jvp" else [*[q] * 8, q[:, None, :, 0, 0]]
+    with pytest.raises(cuflash.ValueRangeError, match=f"any {direction} "):
+        getattr(cuflash, direction)(*given, block_q=7)
+
+
 # What no one sees -----------------------------------------------------------
 
 

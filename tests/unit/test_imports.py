@@ -33,9 +33,10 @@ LAW = {
     "build": "errors settings folders plans launch",
     "backends.cupy": "errors request plans backends.base launch build",
     "backends": "errors folders request plans launch build reference",
+    "backends.numpy": "request reference",
     "emulator": "backends",
     "api": "errors settings folders request launch backends backends.base"
-    " backends.cupy",
+    " backends.cupy backends.numpy",
     "torch": f"{_BELOW_BRIDGES} distributed",
     "jax": _BELOW_BRIDGES,
     "flash_attn": "errors request torch",

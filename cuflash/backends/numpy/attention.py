@@ -34,7 +34,6 @@ from cuflash.backends.numpy.kinds import (
 )
 from cuflash.backends.numpy.parts import parts
 from cuflash.backends.numpy.reference import LARGEST_FLOAT32
-from cuflash.plans import plan
 from cuflash.reference import kvcache
 from cuflash.reference.packed import spans
 from cuflash.reference.rotary import apply_rotary as apply_rotary_to
@@ -70,7 +69,6 @@ def jvp(call: Call) -> tuple[np.ndarray, ...]:
     in a forward call.
     """
     p, arrays, moves = call.problem, operands(call), directions(call)
-    plan.check(p)
     of_lse = 1 + len(moves), p.batch, p.num_heads_q, p.seqlen_q
     of_out = 1 + len(moves), p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v
     out, lse = np.zeros(of_out, dtype_of(call)), np.zeros(of_lse, p.lse_dtype)
@@ -123,7 +121,6 @@ def _differentiate(
     A double backward has the last one, and of the arrays dout too.
     """
     p, arrays, moves = call.problem, operands(call), directions(call)
-    plan.check(p)
     second, of_call = p.direction == "double_backward", options(call)
     names = ("q", "k", "v", "dout") if second else ("q", "k", "v")
     results = {
