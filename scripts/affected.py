@@ -17,7 +17,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cuflash import folders
 from cuflash.errors import CompileError
 from mutation_parts import records, running
 from mutation_parts.records import Ran, Record
@@ -59,17 +58,6 @@ def ordered(record: Record, file: str, seconds: float) -> list[str]:
     return chosen
 
 
-def recorded(path: Path, jobs: int | None) -> Record:
-    """Read the record, old or new; make one if there is none."""
-    if not path.exists():
-        print("there is no record yet: making one", flush=True)
-        with running.recording_pool(
-            SUITE, jobs or 2, folders.cache_folder()
-        ) as pool:
-            records.make(path, pool.tests(), lambda x: pool.each(pool.do, x))
-    return records.read(path)
-
-
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -77,11 +65,11 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("file", help="in cuflash/kernels, such as sm90/forward.cu")
     add("--list", action="store_true", help="print the tests, run none")
     add("--seconds", type=float, default=60.0, help="CPU seconds (60)")
-    add("--jobs", type=int, help="processes that make a record (2)")
+    add("--jobs", type=int, default=2, help="to make a record (2)")
     add(
         "--folder",
         type=Path,
-        default=folders.cache_folder() / "cuflash_mutate",
+        default=running.default_folder(),
         help="where the record is kept (the cache folder)",
     )
     return parser.parse_args(arguments)
@@ -93,9 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not (records.KERNELS / options.file).is_file():
         print(f"no file of cuflash/kernels is called {options.file}")
         return 2
-    path = options.folder / f"record_{SUITE}.jsonl"
     try:
-        record = recorded(path, options.jobs)
+        record = running.recorded(
+            options.folder, SUITE, options.jobs, any_age=True
+        )
     except (CompileError, WorkerError) as error:
         print(error, file=sys.stderr)
         return 2

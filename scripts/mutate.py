@@ -35,7 +35,6 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from cuflash import folders
 from cuflash.build import source
 from cuflash.errors import CompileError
 from mutation_parts import mutants, records, running
@@ -86,13 +85,6 @@ def matching(found: Population, patterns: list[str]) -> list[Mutant]:
             or x.id.startswith(f"{pattern.rstrip('/')}/")
             for pattern in patterns
         )
-    ]
-
-
-def selected(tests: list[str], patterns: list[str]) -> list[str]:
-    """Return the tests that one of some patterns matches."""
-    return [
-        x for x in tests if any(fnmatch.fnmatchcase(x, y) for y in patterns)
     ]
 
 
@@ -273,7 +265,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--folder",
         type=Path,
-        default=folders.cache_folder() / "cuflash_mutate",
+        default=running.default_folder(),
         help="where record and results are kept (the cache folder)",
     )
     add("--output", type=Path, help="JSON file of results, to resume")
@@ -300,21 +292,17 @@ def main(arguments: list[str] | None = None) -> int:
         for x in order[: options.count]:
             print(f"{x.id}\n    {x.file}:{x.lines[0]}: {x.what}")
         return 0
-    cache, folder = folders.cache_folder(), options.folder
+    folder, suite = options.folder, options.suite
     try:
-        with running.recording_pool(
-            options.suite, options.jobs, cache, options.deadline
-        ) as pool:
-            record = records.make(
-                folder / f"record_{options.suite}.jsonl",
-                selected(pool.tests(), options.tests),
-                lambda jobs: pool.each(pool.do, jobs),
-            )
+        record = running.recorded(
+            folder, suite, options.jobs, options.deadline,
+            patterns=options.tests,
+        )  # fmt: skip
         for test, ran in record.tests.items():
             if not ran.passed:
                 print(f"left out: fails unmutated, with --coverage: {test}")
-        path = options.output or folder / f"results_{options.suite}.json"
-        state = state_of(record, options.suite, options.budget)
+        path = options.output or folder / f"results_{suite}.json"
+        state = state_of(record, suite, options.budget)
         kept = Results(path, state)
         results, is_all = sample(order, found, kept, options, record)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fnmatch
 import json
 import os
 import queue
@@ -18,6 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from cuflash import folders
+from mutation_parts import records
 from mutation_parts.mutants import Mutant
 from mutation_parts.records import KERNELS, ROOT, Record, choose
 
@@ -195,6 +198,43 @@ def recording_pool(
             yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def default_folder() -> Path:
+    """Return where records and results are kept."""
+    return folders.cache_folder() / "cuflash_mutate"
+
+
+def selected(tests: list[str], patterns: Iterable[str]) -> list[str]:
+    """Return the tests that one of some patterns matches."""
+    return [
+        x for x in tests if any(fnmatch.fnmatchcase(x, y) for y in patterns)
+    ]
+
+
+def recorded(
+    folder: Path,
+    suite: str,
+    jobs: int,
+    deadline: float | None = None,
+    *,
+    patterns: Iterable[str] = ("*",),
+    any_age: bool = False,
+) -> Record:
+    """Return the record of a suite's tests, kept in a folder.
+
+    What the folder lacks is run now, as is what no longer holds, unless a
+    record of any age will do.
+    """
+    path = folder / f"record_{suite}.jsonl"
+    if any_age and path.exists():
+        return records.read(path)
+    if not path.exists():
+        print("there is no record yet: making one", flush=True)
+    beside = folders.cache_folder()
+    with recording_pool(suite, jobs, beside, deadline) as made:
+        tests = selected(made.tests(), patterns)
+        return records.make(path, tests, lambda x: made.each(made.do, x))
 
 
 @dataclass(frozen=True)

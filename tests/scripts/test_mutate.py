@@ -225,7 +225,7 @@ def test_a_sample_keeps_what_has_ended(tmp_path, monkeypatch):
 
 def test_tests_can_be_selected():
     tests = ["tests/test_a.py::test_b[x]", "tests/test_c.py::test_b"]
-    assert mutate.selected(tests, ["*test_a.py*", "none"]) == tests[:1]
+    assert running.selected(tests, ["*test_a.py*", "none"]) == tests[:1]
 
 
 def test_a_list_runs_nothing(capsys):
