@@ -33,15 +33,9 @@ class Apart:
         array = np.asarray(array)
         if array.ndim == 0 or array.size == 0:
             return self.backend.place(array)
-        number = len(self.placed)
-        order = [*range(array.ndim)]
-        if array.ndim >= ROWS and number % 2:  # heads outside of tokens
-            order[-3], order[-2] = order[-2], order[-3]
-        turned = array.transpose(order)
-        memory, index = _around(turned, number)
-        memory[index] = turned
+        memory, index, view = in_gaps(array, len(self.placed))
         self.placed.append((memory, index, memory.copy()))
-        return self.backend.place(memory[index].transpose(np.argsort(order)))
+        return self.backend.place(view)
 
     def check_gaps(self):
         """Assert that nothing between the elements was written.
@@ -53,11 +47,25 @@ class Apart:
             assert_bitwise(memory, before, f"around array {n}")
 
 
+def in_gaps(array, number):
+    """Return memory with gaps, which elements are the array's, their view.
+
+    number : of the array in its call; its strides and offset follow from it.
+    """
+    order = [*range(array.ndim)]
+    if array.ndim >= ROWS and number % 2:  # heads outside of tokens
+        order[-3], order[-2] = order[-2], order[-3]
+    turned = array.transpose(order)
+    memory, index = _around(turned, number)
+    memory[index] = turned
+    return memory, index, memory[index].transpose(np.argsort(order))
+
+
 def _around(array, number):
     """Return memory for an array, and the index of its elements.
 
     Each axis but the first has 1 to `MOST` elements more; of rows, the last
-    one as many times 16 bytes. So strides and offset follow from `number`.
+    one as many times 16 bytes.
     """
     shape, index = list(array.shape), []
     for axis, size in enumerate(shape):

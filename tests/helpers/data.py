@@ -1,5 +1,6 @@
 """Inputs of a drawn case, with any strides."""
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from cuflash.plans.tiles import Tile
 
 from . import extreme, punishing
+from .apart import in_gaps
 from .dtypes import DTYPES, lse_dtype
 from .options import (
     NumberFields,
@@ -304,23 +306,15 @@ _STRIDED = (
 
 
 def unlike(array, name="out"):
-    """Offsets and strides that no other array of the call has, in no axis.
+    """As of a backend that is `Apart`: strides that no other array has.
 
-    All are multiples of 16 bytes, so that kernels read the array in place.
-    Heads stand outside of tokens in every second one. Axes before the last
-    four are those of directions, which join batch in place.
+    Axes before the last three join batch, as those of directions do in
+    place, and packed sequences have none.
     """
-    if array.ndim == 3:  # packed sequences
-        return unlike(array[None], name)[0]
-    number = _STRIDED.index(name)
-    *lead, b, n, h, d = array.shape
-    wide = 8 * (-(-d // 8) + 1 + number)
-    if number % 2:
-        shape = (*lead, b, h + 1 + number % 3, n + number, wide)
-        index = np.s_[..., 1 : h + 1, number : number + n, 8 : d + 8]
-        return _inside(array.swapaxes(-3, -2), shape, index).swapaxes(-3, -2)
-    shape = (*lead, b, n + 1 + number, h + 1 + number % 3, wide)
-    return _inside(array, shape, np.s_[..., 1 : n + 1, 1 : h + 1, 8 : d + 8])
+    *outer, n, h, d = array.shape
+    joined = array.reshape(math.prod(outer), n, h, d)
+    *_, view = in_gaps(joined, _STRIDED.index(name))
+    return view.reshape(array.shape)
 
 
 LAYOUTS = {
