@@ -14,7 +14,7 @@ from unittest import mock
 
 from cuflash.backends.emulator import runtime
 from cuflash.launch import attention as execute
-from helpers import calls, expected, kvcache_calls
+from helpers import calls, expected, kvcache_calls, tried
 from helpers.backends import CupyBackend, EmulatedBackend
 from helpers.checks import (
     check_double_backward,
@@ -30,38 +30,14 @@ from helpers.softmax_states import merged, states
 
 from .programs import Program
 
+# Directions of programs whose plans have other names.
 PLANNED = {"packed": "forward", "forward_kvcache": "kvcache"}
-
-
-class Seen:
-    """Notes the families of kernels that a backend's calls had."""
-
-    def __init__(self) -> None:
-        self.families: dict[str, str] = {}  # by direction; the last ones
-
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note each plan that is made."""
-        known = execute.plan
-
-        def plan(problem: Any, *others: Any) -> Any:
-            decided = known(problem, *others)
-            self.families[problem.direction] = decided.family
-            return decided
-
-        with mock.patch.object(execute, "plan", plan):
-            yield
-
-    def family(self, direction: str) -> str:
-        """Return the family of the last plan of a direction."""
-        return self.families.get(PLANNED.get(direction, direction), "none")
 
 
 class OnEmulator(EmulatedBackend):
     """The emulator; programs are looked up once."""
 
     def __init__(self) -> None:
-        self.seen = Seen()
         # Keys of the cache hold the whole text, which takes milliseconds.
         self.executable = functools.lru_cache(256)(runtime.executable)
 
@@ -70,7 +46,6 @@ class OnEmulator(EmulatedBackend):
         with (
             super().running(case),
             mock.patch.object(runtime, "executable", self.executable),
-            self.seen.noting(),
         ):
             yield
 
@@ -81,14 +56,21 @@ class OnGPU(CupyBackend):
     def __init__(self) -> None:
         from cuflash.backends import cupy as gpu
 
-        self.seen = Seen()
         self.target = gpu.backend(0)
 
     @contextlib.contextmanager
     def running(self, case: Any) -> Iterator[None]:
-        family = mock.patch.object(self.target, "family", case.on.family)
-        with family, self.seen.noting():
+        noting = tried.noting(execute.plan)
+        with (
+            mock.patch.object(self.target, "family", case.on.family),
+            mock.patch.object(execute, "plan", noting),
+        ):
             yield
+
+
+def family(program: Program) -> str:
+    """Return the family of the last call of a program."""
+    return tried.family(PLANNED.get(program.direction, program.direction))
 
 
 def check(backend: Any, program: Program, problem: Case | KVCase) -> None:

@@ -70,11 +70,13 @@ def is_large(on: str, seed: int) -> bool:
 def _problem(
     on: str, backend: Any, program: programs.Program, index: int
 ) -> Done:
-    from .checking import check
+    from helpers import tried
+
+    from .checking import check, family
 
     problem = problems.draw(program, index, on)
     labels = problems.labels(program, problem)
-    backend.seen.families.clear()
+    tried.PLANNED.clear()
     wrong, broken = "", False
     try:
         check(backend, program, problem)
@@ -82,7 +84,7 @@ def _problem(
         wrong, broken = said(error), is_broken(error)
         if repr(problem) not in wrong:
             wrong += f" ({problem!r})"
-    labels["family"] = backend.seen.family(program.direction)
+    labels["family"] = family(program)
     return Done(f"{program.seed}/{index}", labels, wrong, broken)
 
 

@@ -1,4 +1,4 @@
-"""Counts what tests of drawn calls tried, if CUFLASH_TRIED names a folder.
+"""What calls planned; counts of drawn ones, if CUFLASH_TRIED names a folder.
 
 Each process writes a file there, which `scripts/fuzz.py --merge` adds to
 docs/fuzz.json. Each plan of a call on the emulator counts: a backward pass
@@ -14,7 +14,7 @@ from fuzz_parts import tally
 FOLDER = os.environ.get("CUFLASH_TRIED")
 DIRECTIONS = {"kvcache": "forward_kvcache"}
 NUMBERS = "causal", "window", "softcap", "dropout", "deterministic"
-PLANNED = []  # (direction, family) of the calls of a test's example
+PLANNED = []  # (direction, family) of the calls of an example
 COUNTED = tally.Tally(
     "tests",
     os.environ.get("CUFLASH_COMMIT", "unknown"),
@@ -30,7 +30,12 @@ def noting(plan):
         PLANNED.append((problem.direction, decided.family))
         return decided
 
-    return noted if FOLDER else plan
+    return noted
+
+
+def family(direction):
+    """Return the family of the last plan of a direction."""
+    return dict(PLANNED).get(direction, "none")
 
 
 def note(case):
