@@ -1,6 +1,6 @@
 """Protocols: `Target`, `Backend` and `Runner`.
 
-`execute` accesses arrays and devices only through a `Backend`. A bridge to
+`launch` accesses arrays and devices only through a `Backend`. A bridge to
 another array library provides one that uses the library's allocator and
 stream, and the device's `Target`; it needs no second array library.
 """
@@ -35,7 +35,7 @@ class Target(Protocol):
 class Backend(Protocol):
     """An array library on a device: its arrays, allocator and stream.
 
-    `execute` uses ``shape``, ``ndim``, ``dtype``, ``reshape`` and basic
+    `launch` uses ``shape``, ``ndim``, ``dtype``, ``reshape`` and basic
     indexing of its arrays.
     """
 

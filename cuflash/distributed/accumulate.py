@@ -15,7 +15,7 @@ import numpy as np
 
 from .machine import Host
 
-# Arrays that one pass combines: execute_partial.MOST_OTHERS and another.
+# Arrays that one pass combines: launch.partial.MOST_OTHERS and another.
 MOST_HELD = 4
 
 

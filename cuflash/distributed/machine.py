@@ -31,7 +31,7 @@ class Host:
     def merge(
         self, a: Any, lse_a: Any, others: Sequence[tuple[Any, Any]], to: Any
     ) -> None:
-        """Merge others into a, as `execute_partial.merge_rows` does."""
+        """Merge others into a, as `launch.partial.merge_rows` does."""
         given = [(a, lse_a), *others]
         m = functools.reduce(np.maximum, (lse for _, lse in given))
         finite = np.where(m == -np.inf, 0, m).astype(m.dtype)

@@ -1,6 +1,6 @@
 """Records a call without its data: what XLA must allocate, what to launch.
 
-`execute` runs a call on a `Recorder`, whose arrays are numbered slots. The
+`launch` runs a call on a `Recorder`, whose arrays are numbered slots. The
 `Recording` keeps the kernels and their argument struct, in which only
 addresses are missing.
 """

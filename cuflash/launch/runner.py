@@ -6,15 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cuflash.backends.base import Backend
-from cuflash.launch import (
-    attention as execute,
-)
-from cuflash.launch import (
-    derivatives as execute_derivatives,
-)
-from cuflash.launch import (
-    kvcache as execute_kvcache,
-)
+from cuflash.launch import attention, derivatives, kvcache, rows
 from cuflash.request.problem import Call
 
 
@@ -29,27 +21,27 @@ class Kernels:
 
     def forward(self, call: Call) -> tuple[Any, Any]:
         """Out in full rank and, if wanted, lse."""
-        return execute.forward(call, self.backend)
+        return attention.forward(call, self.backend)
 
     def backward(self, call: Call) -> tuple[Any, ...]:
         """dq, dk, dv in full rank; dbias and dsink if wanted."""
-        return execute.backward(call, self.backend)
+        return attention.backward(call, self.backend)
 
     def merge_states(self, call: Call) -> tuple[Any, Any]:
         """Out and lse in full rank."""
-        return execute.merge_states(call, self.backend)
+        return rows.merge_states(call, self.backend)
 
     def apply_rotary(self, call: Call) -> Any:
         """Out in full rank."""
-        return execute.apply_rotary(call, self.backend)
+        return rows.apply_rotary(call, self.backend)
 
     def forward_kvcache(self, call: Call) -> tuple[Any, Any]:
         """Out in full rank and, if wanted, lse."""
-        return execute_kvcache.forward_kvcache(call, self.backend)
+        return kvcache.forward_kvcache(call, self.backend)
 
     def jvp(self, call: Call) -> tuple[Any, ...]:
         """Out, lse, out_dot, lse_dot; the last two by direction."""
-        return execute_derivatives.jvp(call, self.backend)
+        return derivatives.jvp(call, self.backend)
 
     def finish(self) -> None:
         """Let other libraries go on with their arrays after this call."""
@@ -58,4 +50,4 @@ class Kernels:
 
     def double_backward(self, call: Call) -> tuple[Any, ...]:
         """d2q, d2k, d2v, ddout; d2bias, d2sink, ddlse if wanted."""
-        return execute_derivatives.double_backward(call, self.backend)
+        return derivatives.double_backward(call, self.backend)

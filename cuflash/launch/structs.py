@@ -516,6 +516,43 @@ BackwardWgmmaOptionsArguments = _struct(
 )
 
 
+# ---- The struct of a call ----
+
+_CHOSEN: dict[tuple[str, frozenset[str]], np.dtype] = {
+    (direction, frozenset(parts.split())): kind
+    for direction, parts, kind in (
+        ("forward", "", ForwardArguments),
+        ("forward", "options", ForwardOptionsArguments),
+        ("forward", "maps", ForwardWgmmaArguments),
+        ("forward", "maps options", ForwardWgmmaOptionsArguments),
+        ("forward", "split", ForwardSplitArguments),
+        ("forward", "split options", ForwardSplitOptionsArguments),
+        ("backward", "", BackwardPlainArguments),
+        ("backward", "options", BackwardOptionsArguments),
+        ("backward", "maps", BackwardWgmmaArguments),
+        ("backward", "maps options", BackwardWgmmaOptionsArguments),
+        ("jvp", "", JvpArguments),
+        ("jvp", "options", JvpOptionsArguments),
+        ("jvp", "maps", JvpWgmmaArguments),
+        ("double_backward", "", DoubleBackwardArguments),
+        ("double_backward", "options", DoubleBackwardOptionsArguments),
+        ("double_backward", "maps", DoubleBackwardWgmmaArguments),
+        ("kvcache", "", ForwardKVCacheArguments),
+        ("merge", "", MergeArguments),
+        ("merge", "many", MergeManyArguments),
+        ("rotary", "", RotaryArguments),
+        ("merge_rows", "", MergeRowsArguments),
+        ("add_rows", "", AddRowsArguments),
+    )
+}
+
+
+def chosen(direction: str, parts: set[str]) -> np.dtype:
+    """The struct of a direction's calls that have these parts."""
+    known = {x for name, has in _CHOSEN if name == direction for x in has}
+    return _CHOSEN[direction, frozenset(parts & known)]
+
+
 # ---- Filling a struct ----
 
 
@@ -587,11 +624,26 @@ def _leaves(kind: np.dtype) -> Iterator[np.dtype]:
 
 
 def pointers_of(kind: np.dtype) -> tuple[str, ...]:
-    """The names of a struct's pointers, including nested structs'."""
+    """The names of a struct's pointers, in order, including nested structs'.
+
+    Those of an array are ``outs[0]``, ``outs[1]``, ...
+    """
     names: list[str] = []
     for name in kind.names or ():
-        if kind[name] == np.uint64:
+        field = kind[name]
+        if field == np.uint64:
             names.append(name)
-        elif kind[name] != TensorMap:
-            names += pointers_of(kind[name])
+        elif field.subdtype and field.base == np.uint64:
+            names += [f"{name}[{i}]" for i in range(field.shape[0])]
+        elif field != TensorMap:
+            names += pointers_of(field)
     return tuple(names)
+
+
+def maps_of(kind: np.dtype) -> tuple[str, ...]:
+    """The names of the arrays that a struct has TensorMaps of, in order."""
+    return tuple(
+        name.removesuffix("_map")
+        for name in kind.names or ()
+        if kind[name] == TensorMap
+    )

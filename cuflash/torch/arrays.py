@@ -1,4 +1,4 @@
-"""What `execute` asks of an array library, for torch tensors.
+"""What `launch` asks of an array library, for torch tensors.
 
 `backend.TorchBackend` adds a CUDA device to it.
 """

@@ -46,7 +46,7 @@ class TorchBackend(TorchArrays, by_cupy.CupyBackend):
         return super().current()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
-        # `execute` calls this where the device is current. Shapes may be
+        # `launch` calls this where the device is current. Shapes may be
         # those of tensors, torch.Size, which `_new` refuses.
         shape = tuple(shape)
         return _new(shape, _strides(shape), TORCH[dtype])

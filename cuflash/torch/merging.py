@@ -14,7 +14,7 @@ import torch
 from cuflash.api import foreign_names
 from cuflash.backends.base import Backend
 from cuflash.errors import DTypeError, ShapeError
-from cuflash.launch import attention as execute
+from cuflash.launch import rows
 from cuflash.request.problem import (
     MOST_STATES,
     Call,
@@ -131,7 +131,7 @@ def _by_kernel(backend: Backend, *given: torch.Tensor) -> Merged:
     states = validate.states_of(given)
     described = tuple(describe(name, x) for name, x in states.items())
     signature = checked(_check, described)
-    out, lse = execute.merge_states(Call(signature, states), backend)
+    out, lse = rows.merge_states(Call(signature, states), backend)
     return strip(out, signature.rank), strip_lse(lse, signature.rank)
 
 

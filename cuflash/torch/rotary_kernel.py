@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cuflash.backends.base import Backend
-from cuflash.launch import attention as execute
+from cuflash.launch import rows
 from cuflash.request.problem import Call, Signature, strip
 from cuflash.request.validate import memory
 from cuflash.request.validate import rotary as validate
@@ -52,9 +52,7 @@ def apply_rotary(
         inplace,
     )
     out = x if inplace else None
-    result = execute.apply_rotary(
-        Call(signature, {"x": x}, out, tables), backend
-    )
+    result = rows.apply_rotary(Call(signature, {"x": x}, out, tables), backend)
     if inplace and not x.is_inference():
         torch.autograd.graph.increment_version(x)
     return strip(result, signature.rank)

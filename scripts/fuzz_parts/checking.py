@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from cuflash.backends.emulator import runtime
-from cuflash.launch import attention as execute
+from cuflash.launch import recipe
 from helpers import calls, expected, kvcache_calls, tried
 from helpers.backends import CupyBackend, EmulatedBackend
 from helpers.checks import (
@@ -60,10 +60,10 @@ class OnGPU(CupyBackend):
 
     @contextlib.contextmanager
     def running(self, case: Any) -> Iterator[None]:
-        noting = tried.noting(execute.plan)
+        noting = tried.noting(recipe.plan)
         with (
             mock.patch.object(self.target, "family", case.on.family),
-            mock.patch.object(execute, "plan", noting),
+            mock.patch.object(recipe, "plan", noting),
         ):
             yield
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cuflash.launch import attention as execute
+from cuflash.launch import recipe
 from cuflash.plans import plan as planning
 from cuflash.plans.plan import Device, Plan
 from cuflash.plans.tiles import Tile
@@ -31,7 +31,7 @@ def force(choice: Forced | None) -> None:
 
     from cuflash.backends import cupy as gpu
 
-    execute.plan = _plan
+    recipe.plan = _plan
     gpu.backend(cupy.cuda.Device().id).family = choice
 
 

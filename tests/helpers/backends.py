@@ -14,7 +14,7 @@ import pytest
 from numpy.lib.array_utils import byte_bounds
 
 from cuflash import emulator
-from cuflash.launch import attention as execute
+from cuflash.launch import recipe
 from cuflash.plans import nearest_tiles, plan, tiles
 
 from . import tried
@@ -74,7 +74,7 @@ class EmulatedBackend(NumpyBackend):
             mock.patch.object(plan, "device_of_arch", lambda arch: device),
             # Plans are cached by problem, and these must not stay.
             mock.patch.object(
-                execute, "plan", tried.noting(plan.plan.__wrapped__)
+                recipe, "plan", tried.noting(plan.plan.__wrapped__)
             ),
             emulator.active(
                 on.arch,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.launch import attention as execute
+from cuflash.launch import recipe
 from cuflash.plans import plan, steps
 from cuflash.plans.tiles import Tile
 from helpers.backends import EMULATED
@@ -79,7 +79,7 @@ def test_what_truncation_loses_within_a_run(backend, family, block_k):
     for run in (1024, 128):
         with (
             mock.patch.object(steps, "LONGEST_RUN", run),
-            mock.patch.object(execute, "plan", plan.plan.__wrapped__),
+            mock.patch.object(recipe, "plan", plan.plan.__wrapped__),
             cuflash.emulator.active(family=family, truncates=True),
         ):
             placed = map(backend.place, (q, k, v))

@@ -7,7 +7,7 @@ import pytest
 
 import cuflash
 import strategies
-from cuflash.launch import attention as execute
+from cuflash.launch import rows
 from cuflash.reference import rotary
 from cuflash.request.validate import rotary as validate
 from helpers.backends import EMULATED, on_backends
@@ -174,7 +174,7 @@ def test_a_position_outside_the_tables_is_nan(backend, bad):
     checked = validate.apply_rotary(call.x, call.cos, call.sin, **call.given)
     with backend.running(case):
         machine = cuflash.emulator.current().backend()
-        got = execute.apply_rotary(checked, machine)
+        got = rows.apply_rotary(checked, machine)
     assert_all(got[:, 1, :, :4], np.nan, "got[:, 1, :, :4]", case)
     assert_bitwise(got[:, 1, :, 4:], call.x[:, 1, :, 4:], "rest")
     assert_finite(got[:, [0, 2]], "got[:, [0, 2]]", case)

@@ -15,7 +15,8 @@ import pytest
 
 import cuflash
 from cuflash import emulator
-from cuflash.launch import attention as execute
+from cuflash.launch import recipe as recipes
+from cuflash.launch.runner import Kernels
 from cuflash.request.validate.arrays import Arrays
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
@@ -38,8 +39,8 @@ def counted_recipes():
         made.append(make(*args, **kwargs))
         return made[-1]
 
-    make = execute.Recipe
-    with mock.patch.object(execute, "Recipe", recipe):
+    make = recipes.Recipe
+    with mock.patch.object(recipes, "Recipe", recipe):
         yield made
 
 
@@ -58,7 +59,7 @@ def arguments(call, rank=4, case=CASE):
 
 
 def run(machine, call, **given):
-    getattr(execute, call)(check(call, **given), machine)
+    getattr(Kernels(machine), call)(check(call, **given))
 
 
 def recipes_of_forward(machine, **changes):
@@ -81,7 +82,7 @@ def test_a_call_like_one_before_decides_nothing(call, rank):
     launches = machine.launches
     with (
         mock.patch.object(Arrays, "__init__", side_effect=AssertionError),
-        mock.patch.object(execute, "plan", side_effect=AssertionError),
+        mock.patch.object(recipes, "plan", side_effect=AssertionError),
         counted_recipes() as made,
     ):
         run(machine, call, **arguments(call, rank))

@@ -1,0 +1,117 @@
+"""What kernels of each direction read, write and need between, by name.
+
+The names are those of the pointers of its argument structs (structs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from cuflash.request import options
+from cuflash.request.problem import MOST_STATES
+
+# The kernels take one array and up to this many more (partial/rows.cuh).
+MOST_OTHERS = 3
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The pointers of a direction's structs; a call may lack any of them.
+
+    Attributes
+    ----------
+    reads : tuple of str
+        The user's arrays, and those of a launch before.
+    writes : tuple of str
+        Results. A pointer may be among both: jvp's kernels write out, or
+        read it after a forward call.
+    between : tuple of str
+        Workspace that one kernel leaves to another (plans/workspace.py).
+    numbers : tuple of str
+        Numbers of the call that differ between equal calls.
+    arguments : mapping of str to str
+        The names of arguments that differ from those of their pointers.
+    """
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    between: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+    def check(
+        self,
+        pointers: Iterable[str],
+        written: Iterable[str],
+        buffers: Iterable[str],
+    ) -> None:
+        """Each pointer has a source; each result and buffer, a pointer."""
+        known = {*self.reads, *self.writes, *self.between, *self.numbers}
+        assert known.issuperset(pointers), {*pointers} - known
+        assert {*self.writes}.issuperset(written), {*written}
+        assert {*self.between}.issuperset(buffers), {*buffers}
+
+
+_PREPARED = (
+    "sequence_stats", "query_tile_ids", "key_tile_ids", "tile_order",
+    "lse_rests",
+)  # fmt: skip
+_OF_GRADIENTS = (
+    *_PREPARED, "delta", "dq_sum", "tile_counter", "recompute_flags",
+    "dq_semaphores",
+)  # fmt: skip
+_SPLIT = "split_out", "split_lse"
+_GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse"
+_GRADIENTS = "dq", "dk", "dv", "dbias", "dsink"
+_TANGENTS = tuple(f"{x}_dot" for x in ("q", "k", "v", "bias", "sink"))
+_OF_OTHERS = range(MOST_OTHERS)
+
+DIRECTIONS = {
+    "forward": Direction(
+        ("q", "k", "v", *options.ARRAYS),
+        ("out", "lse"),
+        (*_PREPARED, *_SPLIT, "tile_counter", "previous_tiles"),
+        ("seed",),
+    ),
+    "backward": Direction(
+        (*_GIVEN, *options.ARRAYS), _GRADIENTS, _OF_GRADIENTS, ("seed",)
+    ),
+    "jvp": Direction(
+        ("q", "k", "v", "out", "lse", *options.ARRAYS, *_TANGENTS),
+        ("out", "lse", "out_dot", "lse_dot"),
+        (*_PREPARED, "recompute_flags"),
+        ("seed",),
+    ),
+    "double_backward": Direction(
+        (*_GIVEN, *options.ARRAYS, *_TANGENTS, "out_dot", "lse_dot"),
+        _GRADIENTS,
+        (*_OF_GRADIENTS, "delta_dot", "query_rows"),
+        ("seed",),
+    ),
+    "kvcache": Direction(
+        (
+            "q_given", "q", "k", "v", "k_new", "v_new", "alibi_slopes",
+            "sink", "cache_seqlens", "page_table", "cache_batch_idx",
+            "cache_leftpad", "cu_seqlens_q", "k_scale", "v_scale",
+            "rotary_cos", "rotary_sin",
+        ),
+        ("out", "lse", "k", "v"),
+        ("rotated", *_SPLIT),
+        ("cache_seqlen",),
+        {"q_given": "q", "k": "k_cache", "v": "v_cache"},
+    ),
+    "merge": Direction(
+        tuple(f"{x}[{i}]" for x in ("outs", "lses")
+              for i in range(MOST_STATES)),
+        ("out", "lse"),
+    ),
+    "rotary": Direction(("x", "cos", "sin", "positions"), ("out",)),
+    "merge_rows": Direction(
+        ("a", *(f"{x}{i}" for x in ("b", "lse_b") for i in _OF_OTHERS)),
+        ("result", "lse_a"),
+    ),
+    "add_rows": Direction(
+        ("a", *(f"b{i}" for i in _OF_OTHERS)), ("result",)
+    ),
+}  # fmt: skip

@@ -1,0 +1,117 @@
+"""The launcher: runs a `Recipe` on a call's arrays.
+
+Nothing is decided here. All kernels are launched by this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cuflash.backends.base import Backend
+from cuflash.launch.arrays import new_array, readable
+from cuflash.launch.recipe import Recipe, remembered
+from cuflash.launch.shapes import lse_shape_of, out_shape_of
+from cuflash.request.layouts import Boxes
+from cuflash.request.problem import Call, Signature
+
+
+def run(
+    recipe: Recipe, call: Call, backend: Backend, results: Mapping[str, Any]
+) -> None:
+    """Launch a recipe's kernels, which write `results`, by name.
+
+    The address of a result that is None is null.
+    """
+    read = recipe.inputs(call.given)
+    if recipe.options:
+        read += recipe.options(call.options)
+    if recipe.tangents:
+        read += recipe.tangents(call.tangents)
+    wanted = written = recipe.results(results)
+    if recipe.copies:
+        read, written = _accessible(recipe, call, backend, read, written)
+    # Kept alive until the kernels are queued: after that, the stream's order
+    # makes it safe to reuse the memory. So are copies.
+    kept: Any = None
+    buffers: list[int] = []
+    if recipe.workspace:
+        kept, buffers = backend.workspace(recipe.workspace)
+    addresses = recipe.ordered((
+        0, call.seed, call.cache_seqlens, *backend.address(read),
+        *backend.address(written, written=True), *buffers,
+    ))  # fmt: skip
+    if recipe.repeats:
+        arguments = _arguments(recipe, backend.tensor_map, addresses)
+    else:
+        arguments = _filled(recipe, backend.tensor_map, addresses)
+    backend.launch(recipe.loaded, arguments, recipe.template.kind)
+    if written is not wanted:
+        for result, copy in zip(wanted, written, strict=True):
+            if copy is not result:
+                backend.copy(result, copy)
+
+
+class LaunchedForward:
+    """A forward call without its data: new results, one launch.
+
+    Nothing is left to look up, which takes as long as the rest of a call.
+    """
+
+    # The pointers of its struct.
+    POINTERS = "q", "k", "v", "out", "lse"
+
+    def __init__(self, signature: Signature, recipe: Recipe) -> None:
+        p = signature.problem
+        self.recipe = recipe
+        self.kind = recipe.template.kind
+        self.out = out_shape_of(p), signature.layouts["q"].dtype
+        lse = lse_shape_of(p), p.lse_dtype
+        self.lse = lse if signature.return_lse else ()
+
+    def run(
+        self, inputs: tuple[Any, Any, Any], backend: Backend
+    ) -> tuple[Any, Any]:
+        """out in full rank and, if wanted, lse; of q, k and v."""
+        recipe = self.recipe
+        with backend.current():
+            out = backend.empty(*self.out)
+            lse = backend.empty(*self.lse) if self.lse else None
+            addresses = (
+                *backend.address(inputs),
+                *backend.address((out, lse), written=True),
+            )
+            arguments = _arguments(recipe, backend.tensor_map, addresses)
+            backend.launch(recipe.loaded, arguments, self.kind)
+        return out, lse
+
+
+def _accessible(
+    recipe: Recipe,
+    call: Call,
+    backend: Backend,
+    read: tuple[Any, ...],
+    written: tuple[Any, ...],
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays, or copies of those that kernels cannot access in place."""
+    copies = recipe.copies
+    return tuple([
+        readable(name, copies[name], call, backend) if name in copies else x
+        for name, x in zip(recipe.reads, read, strict=True)
+    ]), tuple([
+        new_array(copies[name], backend) if name in copies else x
+        for name, x in zip(recipe.writes, written, strict=True)
+    ])  # fmt: skip
+
+
+def _filled(
+    recipe: Recipe,
+    tensor_map: Callable[[int, Boxes], bytes],
+    addresses: tuple[int, ...],
+) -> bytes:
+    maps = [tensor_map(addresses[i], boxes) for i, boxes in recipe.boxes]
+    return recipe.template.fill(maps, addresses)
+
+
+# Addresses repeat: results come from a memory pool, weights do not move.
+_arguments = remembered(_filled)
