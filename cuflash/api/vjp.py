@@ -110,7 +110,7 @@ class Vjp(Generic[_Array]):
         found = backward(
             dout,
             *self._given,
-            **self._options,
+            **self._options | wanted,
             dlse=dlse,
             deterministic=deterministic,
             block_q=block_q,
@@ -118,7 +118,6 @@ class Vjp(Generic[_Array]):
             dq=dq,
             dk=dk,
             dv=dv,
-            **wanted,
         )
         others = (x.removeprefix("return_") for x in wanted if wanted[x])
         names = "dq", "dk", "dv", *others

@@ -29,8 +29,8 @@ from cuflash.launch.shapes import (
     lse_shape_of,
     out_shape_of,
 )
-from cuflash.plans.record import Family
 from cuflash.plans.plan import FamilyName
+from cuflash.plans.record import Family
 from cuflash.plans.steps import num_directions
 from cuflash.request import layouts
 from cuflash.request.problem import Call, Layout, Signature
