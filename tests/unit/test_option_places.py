@@ -37,7 +37,7 @@ PLACES = {
     "plans/steps": (
         "dtypes, launches", "bias window segment_ids max_seqlen_k return_dsink"
     ),
-    "plans/wgmma": (
+    "plans/sm90": (
         "memory, registers", "alibi_slopes bias mask segment_ids window",
     ),
     # What runs.
