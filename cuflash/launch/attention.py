@@ -20,6 +20,7 @@ from cuflash.launch.shapes import (
     lse_shape_of,
     out_shape_of,
 )
+from cuflash.launch.structs import pointers_of
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts
 from cuflash.request.problem import Call, Problem, Signature
@@ -54,7 +55,8 @@ def launched_forward(
     if "out" in signature.layouts or 0 in lse_shape_of(signature.problem):
         return None
     recipe = _forward_recipe(signature, target, family)
-    if recipe.copies or recipe.workspace or recipe.options:
+    pointers = pointers_of(recipe.template.kind)
+    if recipe.copies or pointers != LaunchedForward.POINTERS:
         return None
     return LaunchedForward(signature, recipe)
 
