@@ -61,6 +61,20 @@ def test_defaults_are_those_of_the_calls(option):
         assert default == option.default
 
 
+@pytest.mark.parametrize(
+    "call, names",
+    [
+        (cuflash.backward, options.FORWARD),
+        (cuflash.vjp, options.FORWARD),
+        (cuflash.forward_kvcache, options.KVCACHE),
+    ],
+)
+def test_docstrings_spell_options_out(call, names):
+    arguments, _, _ = call.__doc__.partition("Returns\n")
+    assert set(names) <= set(re.findall(r"\w+", arguments))
+    assert "**options" not in arguments
+
+
 def entry(name, call=cuflash.forward):
     """Return a docstring's entry of an option."""
     found = re.search(
