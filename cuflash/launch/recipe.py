@@ -18,7 +18,7 @@ from cuflash import settings
 from cuflash.backends.base import Target
 from cuflash.launch import structs
 from cuflash.launch.directions import DIRECTIONS
-from cuflash.launch.structs import Template
+from cuflash.launch.template import Template
 from cuflash.plans.plan import FamilyName, Plan, plan
 from cuflash.plans.tiles import Tile
 from cuflash.request import layouts, options

@@ -14,7 +14,8 @@ import pytest
 from cuflash import emulator
 from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.build import nvrtc
-from cuflash.launch.structs import TensorMap, padded
+from cuflash.launch.c_structs import padded
+from cuflash.launch.structs import TensorMap
 from cuflash.plans.plan import KernelPlan
 from cuflash.request.layouts import Boxes
 from helpers.backends import CupyBackend

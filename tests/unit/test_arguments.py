@@ -8,6 +8,7 @@ import pytest
 from cuflash.backends.emulator import runtime
 from cuflash.build import nvrtc, source
 from cuflash.launch import structs as abi
+from cuflash.launch.template import Template
 from helpers.compare import assert_arrays_equal
 from helpers.host_compiler import needs_compiler
 from helpers.kernels import small_kernel
@@ -107,7 +108,7 @@ def test_a_template_lacks_maps_and_pointers_alone(name):
     kinds = [x.dtype for x in leaves(ones)]
     maps = [bytes([i]) * 128 for i in range(kinds.count(abi.TensorMap))]
     pointers = [*range(kinds.count(np.uint64))]
-    template = abi.Template(struct, **constants)
+    template = Template(struct, **constants)
     filled = [*leaves(np.frombuffer(template.fill(maps, pointers), struct)[0])]
     for value, one in zip(filled, leaves(ones), strict=True):
         if value.dtype == abi.TensorMap:

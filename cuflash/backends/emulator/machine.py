@@ -24,7 +24,8 @@ import numpy as np
 from cuflash.backends.emulator import faults, memory, runtime
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
-from cuflash.launch.structs import TensorMap, padded
+from cuflash.launch.c_structs import padded
+from cuflash.launch.structs import TensorMap
 from cuflash.plans import plan as planning
 from cuflash.plans.plan import Device, FamilyName, KernelPlan, Launch, Plan
 from cuflash.request.layouts import Boxes
