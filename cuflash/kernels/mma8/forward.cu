@@ -27,6 +27,7 @@
 #include "mma8/visible_pairs.cuh"
 #include "common/forward_loads.cuh"
 #include "score/dropout.cuh"
+#include "common/online_softmax.cuh"
 #include "common/query_tile.cuh"
 #include "score/head_options.cuh"
 #include "common/packed_sequences.cuh"
@@ -67,8 +68,15 @@ __device__ __forceinline__ void reset(Rows& rows) {
         }
 }
 
-// m = max(m_old, rowmax(x)),  P = exp(x - m),  l = l exp(m_old - m) + rowsum(P),  and acc by the
-// same factor (FlashAttention-2, Alg. 1, lines 9 and 10); x, the scores, becomes P.
+// Of double some 30 instructions.
+struct Exp : NaturalExp<Element> {
+    static constexpr bool IS_SLOW = true;
+    __device__ __forceinline__ Element operator()(Element x, Element reference) const {
+        return exponential(x - reference);
+    }
+};
+
+// The step of online_softmax.cuh: x, the scores, becomes P.
 __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc) {
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
@@ -79,27 +87,12 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
             for (int j = 0; j < S_TILES; ++j)
                 m = larger(larger(m, x[i][j][half * 2]), x[i][j][half * 2 + 1]);
             m = larger(rows.m[i][half], quad_max(m));
-            // m = -inf: all scores so far are -inf, and exp(-inf - 0) = 0.
-            const Element reference = m == -infinity() ? 0 : m;
-            if (m != rows.m[i][half]) {
-                const Element rescale = exponential(rows.m[i][half] - reference);
-                rows.l[i][half] *= rescale;
-                #pragma unroll
-                for (int n = 0; n < O_TILES; ++n) {
-                    acc[i][n][half * 2] *= rescale;
-                    acc[i][n][half * 2 + 1] *= rescale;
-                }
-            }
-            rows.m[i][half] = m;
-            Element sum = 0;                                // see sm90/forward_softmax.cuh
-            #pragma unroll
-            for (int j = 0; j < S_TILES; ++j)
-                #pragma unroll
-                for (int k = half * 2; k < half * 2 + 2; ++k) {
-                    x[i][j][k] = exponential(x[i][j][k] - reference);
-                    sum += x[i][j][k];
-                }
-            rows.l[i][half] += sum;
+            const Element reference[1] = {raise_max(
+                Exp{}, rows.m[i][half], rows.l[i][half], m,
+                [&](Element factor) { rescale_row(acc[i], half, factor); })};
+            weigh<S_TILES * 2>(
+                Exp{}, reference, one(rows.l[i][half]),
+                [&](int j) -> Element& { return x[i][j / 2][half * 2 + j % 2]; });
         }
 }
 
