@@ -39,7 +39,7 @@ def options(kernel: KernelPlan, arch: str) -> tuple[str, ...]:
         Such as ``sm_90a``: the suffix enables wgmma and setmaxnreg.
     """
     return (
-        "-std=c++17",
+        "-std=c++20",
         "-default-device",
         f"-arch={arch}",
         f"--ptxas-options=-O{kernel.ptxas_level}",

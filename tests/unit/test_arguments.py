@@ -68,7 +68,7 @@ def test_a_host_compiler_lays_the_structs_out_like_numpy(tmp_path):
     checks = ["#include <cstddef>", inline, text(), *layout_checks()]
     file.write_text("\n".join(checks))
     subprocess.run(
-        [*runtime.host_compiler(), "-std=c++17", "-fsyntax-only", file],
+        [*runtime.host_compiler(), "-std=c++20", "-fsyntax-only", file],
         check=True,
     )
 

@@ -50,6 +50,20 @@ def test_files_are_at_most_450_lines(name):
     assert FILES[name].count("\n") <= 450
 
 
+def lists_by_position(text):
+    """Return the sizes of the braced lists whose members have no names."""
+    for nested in (r"\([^()]*\)", r"\[[^\[\]]*\]", r"<[\w, ]*>"):
+        while re.search(nested, text):
+            text = re.sub(nested, "", text)
+    found = re.findall(r"\{\s*(?![\s.])([^{};]*)\}", text)
+    return [x.count(",") + 1 for x in found]
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_more_than_seven_members_are_filled_by_name(name):
+    assert max(lists_by_position(code_of(name)), default=0) <= 7
+
+
 def lines_of_functions():
     """Return (lines, file, name) of each function body, the longest first."""
     found = []

@@ -30,7 +30,7 @@ TWINS = {"common/ptx.cuh": FOLDER / "ptx_host.h"}
 
 # -fsanitize=thread inserts a call before each memory access; engine.cpp
 # defines these functions. The program is linked without the sanitizer.
-_FLAGS = ("-std=c++17", "-fno-pie")  # so that addr2line knows the addresses
+_FLAGS = ("-std=c++20", "-fno-pie")  # so that addr2line knows the addresses
 # No debug information: it would be most of each program, and faults name the
 # kernel's lines alone.
 _ENGINE_FLAGS = (*_FLAGS, "-O3")
@@ -123,7 +123,7 @@ def explaining(arch: str) -> tuple[str, ...]:
     command = host_compiler()
     return (
         *command,
-        "-std=c++17",
+        "-std=c++20",
         "-w",
         "-g",
         "-gdwarf-4",

@@ -164,13 +164,13 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
     OutputSums sums(acc, softmax);
 
     const i64 last_key = static_cast<i64>(tiles.num_visited - 1) * BLOCK_K;
-    KeyLoader loader{
-        shape, k_smem, v_smem, ks.token, vs.token,
-        thread_source(arrays.k, coord.batch * ks.batch + kv_head * ks.head + last_key * ks.token,
-                      ks.token),
-        thread_source(arrays.v, coord.batch * vs.batch + kv_head * vs.head + last_key * vs.token,
-                      vs.token),
-        tiles.num_visited - 1};
+    KeyLoader loader{.shape = shape, .k_smem = k_smem, .v_smem = v_smem,
+        .k_stride = ks.token, .v_stride = vs.token,
+        .k = thread_source(
+            arrays.k, coord.batch * ks.batch + kv_head * ks.head + last_key * ks.token, ks.token),
+        .v = thread_source(
+            arrays.v, coord.batch * vs.batch + kv_head * vs.head + last_key * vs.token, vs.token),
+        .last_tile = tiles.num_visited - 1};
     const PairMask& pair_mask = query_tile.pair_mask;
     int tile = pair_mask.key_tile_before(coord.tile, tiles.num_visited, tiles.first), next = 0;
     if (tile >= tiles.first) {

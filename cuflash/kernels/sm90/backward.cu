@@ -348,9 +348,12 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         const IssueDq issue_dq{shared, state, key_rows};
         const IssuePreviousDq issue_previous_dq{shared, state, ds_stage, started, issue_dq};
         const Iterate iterate{
-            args, shape, mask, bounds, pair_mask, dropout, scale_log2, warpgroup, consumer_thread,
-            key_rows, shared, state, k_tile, batch, dk, dv, ds, stage, ds_stage, started, staged,
-            lane_grid, issue_dq, issue_previous_dq};
+            .args = args, .shape = shape, .mask = mask, .bounds = bounds, .pair_mask = pair_mask,
+            .dropout = dropout, .scale_log2 = scale_log2, .warpgroup = warpgroup,
+            .consumer_thread = consumer_thread, .key_rows = key_rows, .shared = shared,
+            .state = state, .k_tile = k_tile, .batch = batch, .dk = dk, .dv = dv, .ds = ds,
+            .stage = stage, .ds_stage = ds_stage, .started = started, .staged = staged,
+            .lane_grid = lane_grid, .issue_dq = issue_dq, .issue_previous_dq = issue_previous_dq};
 
         int remaining = QueryTileIterator(args, tiles, {k_tile, 0, batch}).remaining;
         for (; remaining > 0; --remaining) iterate(remaining == 1);

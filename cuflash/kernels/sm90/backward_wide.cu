@@ -268,16 +268,20 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
         issue_dp();
         LanePairs pairs = {PACKED ? number_of(sequence) : work.batch, 0, 0, first_key, 0};
         const PreparePairs prepare_pairs{
-            args, shape, mask, bounds, pair_mask, dropout, shared, first_column, first_key, pairs};
+            .args = args, .shape = shape, .mask = mask, .bounds = bounds, .pair_mask = pair_mask,
+            .dropout = dropout, .shared = shared, .first_column = first_column,
+            .first_key = first_key, .pairs = pairs};
         prepare_pairs(stage.index);
         if (!EARLY_BIASES) load_biases(pairs, args);
         wgmma_wait<1>();                                    // S
         warpgroup_fence_operand(s);
 
         const Iterate iterate{
-            args, shape, mask, bounds, dropout, scale_log2, shared, thread, lane, warp_row,
-            first_column, work, it, k_columns, s, dp, stage, pairs, issue_s, issue_dp,
-            prepare_pairs};
+            .args = args, .shape = shape, .mask = mask, .bounds = bounds, .dropout = dropout,
+            .scale_log2 = scale_log2, .shared = shared, .thread = thread, .lane = lane,
+            .warp_row = warp_row, .first_column = first_column, .work = work, .it = it,
+            .k_columns = k_columns, .s = s, .dp = dp, .stage = stage, .pairs = pairs,
+            .issue_s = issue_s, .issue_dp = issue_dp, .prepare_pairs = prepare_pairs};
         while (it.remaining > 1) iterate(Bool<false>{});
         iterate(Bool<true>{});
         mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
@@ -396,15 +400,20 @@ backward_sm90_wide(const __grid_constant__ Arguments args) {
         warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM_V>(
             args, shared,
-            {shared.p, sizeof(shared.p[0]), shared.dout, sizeof(shared.dout[0]), shared.p_full,
-             shared.dout_full, shared.dout_empty, arrays.dv, arrays.dv_stride,
-             arrays.shape.head_dim_v, 1.0f});
+            {.a = shared.p, .a_bytes = sizeof(shared.p[0]),
+             .b = shared.dout, .b_bytes = sizeof(shared.dout[0]),
+             .a_full = shared.p_full, .b_full = shared.dout_full, .b_empty = shared.dout_empty,
+             .target = arrays.dv, .stride = arrays.dv_stride,
+             .num_columns = arrays.shape.head_dim_v, .scale = 1.0f});
     } else {
         warpgroup_reg_alloc<GRADIENT_REGISTERS>();
         compute_gradient<HEAD_DIM>(
             args, shared,
-            {shared.ds, sizeof(shared.ds[0]), shared.q, sizeof(shared.q[0]), shared.ds_full,
-             shared.q_full, shared.q_empty, arrays.dk, arrays.dk_stride, arrays.shape.head_dim,
-             static_cast<float>(arrays.scale)});
+            {.a = shared.ds, .a_bytes = sizeof(shared.ds[0]),
+             .b = shared.q, .b_bytes = sizeof(shared.q[0]),
+             .a_full = shared.ds_full, .b_full = shared.q_full, .b_empty = shared.q_empty,
+             .target = arrays.dk, .stride = arrays.dk_stride,
+             .num_columns = arrays.shape.head_dim,
+             .scale = static_cast<float>(arrays.scale)});
     }
 }
