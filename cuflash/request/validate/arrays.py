@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -135,24 +135,22 @@ class Arrays:
             for name, _, strides, dtype, offset, _ in self.seen
         }
 
-    def problem_without_keys(
-        self, direction: Literal["merge", "rotary"], **fields: Any
+    def problem(
+        self, direction: Any, q: str, v: str, **fields: Any
     ) -> Problem:
-        """A problem of the first array alone, which counts as queries."""
-        batch, seqlen, num_heads, head_dim = self.full[self.first]
-        return Problem(
-            direction=direction,
-            dtype=self.dtype,
-            batch=batch,
-            seqlen_q=seqlen,
-            seqlen_k=0,
-            num_heads_q=num_heads,
-            num_heads_kv=num_heads,
-            head_dim=head_dim,
-            head_dim_v=head_dim,
-            scale=1.0,
-            **fields,
-        )
+        """A problem whose sizes are those of two arrays, unless given."""
+        batch, seqlen_q, num_heads_q, head_dim = self.full[q]
+        _, seqlen_k, num_heads_kv, head_dim_v = self.full[v]
+        sizes = {
+            "batch": batch,
+            "seqlen_q": seqlen_q,
+            "seqlen_k": seqlen_k,
+            "num_heads_q": num_heads_q,
+            "num_heads_kv": num_heads_kv,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim_v,
+        }
+        return Problem(direction, self.dtype, **{**sizes, **fields})
 
     def check_same(self, name: str, axes: tuple[str, ...], other: str) -> None:
         """Check that `name` and `other` have the same size on each axis."""

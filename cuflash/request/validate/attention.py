@@ -15,7 +15,7 @@ from cuflash.request.options import (
     check,
     numbers_of,
 )
-from cuflash.request.problem import Call, Layout, Problem, Signature
+from cuflash.request.problem import Call, Layout, Signature
 from cuflash.request.validate.arrays import (
     AXES,
     AXES_LSE,
@@ -158,9 +158,7 @@ def signature_of(
     for name in ("dq", "dk", "dv"):
         if name in arrays.shapes:
             arrays.check_same(name, AXES, name[1:])
-    batch, seqlen_q, num_heads_q, head_dim = arrays.full["q"]
-    _, seqlen_k, num_heads_kv, head_dim_v = arrays.full["v"]
-    scale = default_scale(scale, head_dim, arrays.dtype)
+    scale = default_scale(scale, arrays.full["q"][3], arrays.dtype)
     if precision and arrays.dtype != "float32":
         raise UnsupportedError(
             f"precision is {precision!r}, which is for float32 arrays, got "
@@ -172,20 +170,14 @@ def signature_of(
     causal, window = bounds_that_mask(
         causal,
         numbers_asked.get("window", (None, None)),
-        seqlen_q,
-        seqlen_k,
+        arrays.full["q"][1],
+        arrays.full["k"][1],
         "cu_seqlens_q" in options,
     )
-    problem = Problem(
-        direction=direction,
-        dtype=arrays.dtype,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
+    problem = arrays.problem(
+        direction,
+        "q",
+        "v",
         scale=scale,
         causal=causal,
         block_q=block_q,

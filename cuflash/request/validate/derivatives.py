@@ -14,13 +14,13 @@ import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.request import checks
-from cuflash.request.options import TABLE, Numbers, broadcast_strides
+from cuflash.request.options import TABLE, broadcast_strides
 from cuflash.request.problem import Call, Layout, Signature, Tangents
 from cuflash.request.validate.arrays import in_full_rank
 from cuflash.request.validate.attention import signature_of, split_options
 from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
-from cuflash.request.validate.scalars import Scalars, scalars_of
+from cuflash.request.validate.scalars import scalars_of
 
 # What tangents move: q, k, v, and the options that have a gradient.
 _OPTIONS = tuple(
@@ -54,10 +54,11 @@ def jvp(
     asked = split_options(options)
     signature = _signature(
         "jvp",
+        _describe(moved, TANGENTS),
+        (),
         describe(given),
         scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
-        _describe(moved, TANGENTS),
         return_lse=checks.flag("return_lse", return_lse),
     )
     return Call(signature, given, None, *asked[2:], tangents=moved)
@@ -99,12 +100,12 @@ def double_backward(
     asked = split_options(options)
     signature = _signature(
         "double_backward",
+        _describe(moved, COTANGENTS),
+        tuple(wanted.items()),
         describe(given),
         scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
-        _describe(moved, COTANGENTS),
         deterministic=checks.flag("deterministic", deterministic),
-        wanted=tuple(wanted.items()),
     )
     return Call(signature, given, None, *asked[2:], tangents=moved)
 
@@ -145,26 +146,17 @@ def _describe(
 @remembered
 def _signature(
     direction: Literal["jvp", "double_backward"],
-    seen: tuple[tuple, ...],
-    scalars: Scalars,
-    asked: Numbers,
-    seen_options: tuple[tuple, ...],
     seen_tangents: tuple[tuple, ...],
-    *,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    wanted: tuple[tuple[str, bool], ...] = (),
+    wanted: tuple[tuple[str, bool], ...],
+    *call: Any,
+    **said: bool,
 ) -> Signature:
-    """Check a call; nothing here depends on the data."""
-    signature = signature_of(
-        direction,
-        seen,
-        scalars,
-        asked,
-        seen_options,
-        deterministic=deterministic,
-        return_lse=return_lse,
-    )
+    """Check a call; nothing here depends on the data.
+
+    `call` and `said` are the other arguments of `signature_of`.
+    """
+    signature = signature_of(direction, *call, **said)
+    seen, _, _, seen_options = call
     tangents = tuple(x for _, x in seen_tangents)
     check_one_device(seen[:1] + tangents)
     given = {name: rest for name, *rest in seen + seen_options}
@@ -175,13 +167,9 @@ def _signature(
         what: _layout(signature, what, one, bool(lead))
         for what, one in seen_tangents
     }
-    count = lead[0] if lead else 1
+    moved = Tangents(tuple(layouts), lead[0] if lead else 1)
     fields: dict[str, Any] = dict(wanted)
-    problem = replace(
-        signature.problem,
-        tangents=Tangents(tuple(layouts), count),
-        **fields,
-    )
+    problem = replace(signature.problem, tangents=moved, **fields)
     return replace(
         signature, problem=problem, tangents=layouts, several=bool(lead)
     )
@@ -193,13 +181,10 @@ def _lead(
     seen_tangents: tuple[tuple, ...],
 ) -> tuple[int, ...]:
     """The axis of directions, by the first tangent; () without one."""
-    if direction != "jvp":
+    if direction != "jvp" or not seen_tangents:
         return ()
-    for what, (_, shape, *_) in seen_tangents:
-        if len(shape) == len(given[what][0]) + 1:
-            return (shape[0],)
-        break
-    return ()
+    what, (_, shape, *_) = seen_tangents[0]
+    return shape[:1] if len(shape) == len(given[what][0]) + 1 else ()
 
 
 def _check(

@@ -25,19 +25,10 @@ def describe(arrays: dict[str, Any]) -> tuple[tuple, ...]:
     A description is (name, shape, strides, dtype, offset, device).
     """
     if isinstance(next(iter(arrays.values()), None), np.ndarray):
-        return tuple(
-            [
-                (
-                    name,
-                    x.shape,
-                    x.strides,
-                    x.dtype,
-                    address(x) % ALIGNMENT,
-                    None,
-                )
-                for name, x in arrays.items()
-            ]
-        )
+        return tuple([
+            (name, x.shape, x.strides, x.dtype, address(x) % ALIGNMENT, None)
+            for name, x in arrays.items()
+        ])  # fmt: skip
     # On CuPy, x.data answers faster than x itself.
     return tuple([
         (name, x.shape, x.strides, x.dtype,

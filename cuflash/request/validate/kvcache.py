@@ -271,8 +271,7 @@ def _checked(
             rotary_interleaved,
             False,
         )
-    _, _, num_heads_q, head_dim = arrays.full["q"]
-    slots, rows, num_heads_kv, head_dim_v = arrays.full["v_cache"]
+    slots, rows, *_ = arrays.full["v_cache"]
     # No length exceeds the capacity, so bounds beyond it mask nothing. But a
     # window decides by which positions queries are rotated.
     numbers_asked = dict(asked)
@@ -287,17 +286,14 @@ def _checked(
         None if left is None else min(left, others.capacity),
         None if right is None else min(right, others.seqlen_q),
     )
-    problem = Problem(
-        direction="kvcache",
-        dtype=arrays.dtype,
+    problem = arrays.problem(
+        "kvcache",
+        "q",
+        "v_cache",
         batch=others.batch,
         seqlen_q=others.seqlen_q,
         seqlen_k=others.capacity,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        scale=default_scale(scale, head_dim, arrays.dtype),
+        scale=default_scale(scale, arrays.full["q"][3], arrays.dtype),
         causal=causal,
         num_splits=num_splits,
         kvcache=KVCache(

@@ -59,5 +59,8 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
         arrays.check_same(name, arrays.axes_of(name), "out_a")
     arrays.check_lengths("out_a")
     arrays.check_head_dim("out_a")
-    problem = arrays.problem_without_keys("merge", num_states=len(seen) // 2)
+    problem = arrays.problem(
+        "merge", "out_a", "out_a",
+        seqlen_k=0, scale=1.0, num_states=len(seen) // 2,
+    )  # fmt: skip
     return Signature(problem, arrays.rank, arrays.layouts())

@@ -82,7 +82,9 @@ def _rotary(
         interleaved,
         inverse,
     )
-    problem = arrays.problem_without_keys("rotary", rotary=rotary)
+    problem = arrays.problem(
+        "rotary", "x", "x", seqlen_k=0, scale=1.0, rotary=rotary
+    )
     return Signature(problem, arrays.rank, arrays.layouts(), options=layouts)
 
 
