@@ -67,10 +67,9 @@ def check_offsets(
     """Raise ValueRangeError if offsets are invalid; `total` tokens exist."""
     before = 0
     for index, value in enumerate(values):
-        if index == 0:
-            expected = None
-            if value:
-                expected = "0 (of lengths, pass cuflash.cu_seqlens(lengths))"
+        expected = None
+        if index == 0 and value:
+            expected = "0 (of lengths, pass cuflash.cu_seqlens(lengths))"
         elif value < before:
             expected = f"at least {before}, the one before"
         elif value > total:
@@ -80,8 +79,6 @@ def check_offsets(
                 f"at most {before + longest}: no sequence is longer than "
                 f"max_seqlen_{name[-1]}"
             )
-        else:
-            expected = None
         if expected:
             raise ValueRangeError(
                 f"{name}[{index}] is {value}, expected {expected}"

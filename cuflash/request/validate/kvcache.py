@@ -21,7 +21,7 @@ from cuflash.errors import (
 )
 from cuflash.request import checks
 from cuflash.request.options import TABLE, Numbers
-from cuflash.request.problem import Call, KVCache, Problem, Rotary, Signature
+from cuflash.request.problem import Call, KVCache, Problem, Signature
 from cuflash.request.validate.attention import fields_of
 from cuflash.request.validate.descriptions import address, describe, remembered
 from cuflash.request.validate.devices import check_one_device
@@ -32,6 +32,7 @@ from cuflash.request.validate.kvcache_arrays import (
     Others,
 )
 from cuflash.request.validate.memory import Memory, check_pairs, memory_of
+from cuflash.request.validate.rotary import rotary_of
 from cuflash.request.validate.scalars import (
     bounds_that_mask,
     default_scale,
@@ -261,16 +262,7 @@ def _checked(
     options = others.layouts
     rotary = None
     if "rotary_cos" in options:
-        table = options["rotary_cos"]
-        num_positions, num_pairs = table.shape
-        rotary = Rotary(
-            2 * num_pairs,
-            num_positions,
-            table.dtype.name,
-            None,
-            rotary_interleaved,
-            False,
-        )
+        rotary = rotary_of(options["rotary_cos"], None, rotary_interleaved)
     slots, rows, *_ = arrays.full["v_cache"]
     # No length exceeds the capacity, so bounds beyond it mask nothing. But a
     # window decides by which positions queries are rotated.

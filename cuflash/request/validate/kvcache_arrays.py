@@ -51,8 +51,7 @@ class CacheArrays(Arrays):
         self.packed, self.paged = packed, paged
         ranks = {name: len(shape) for name, shape, *_ in seen}
         self.packed_new = packed and ranks.get("k_new") == 3
-        dtypes = {name: np.dtype(x).name for name, _, _, x, *_ in seen}
-        of_k = dtypes["k_cache"]
+        (of_k,) = (np.dtype(x[3]).name for x in seen if x[0] == "k_cache")
         self.cache_dtype: Any = FLOAT8 if of_k in _FLOAT8_NAMES else of_k
         super().__init__(seen)
 
@@ -181,6 +180,7 @@ class Others:
         max_seqlen_q: int | None,
     ) -> None:
         self.arrays, self.by_name = arrays, by_name
+        self.where = "cu_seqlens_q" if arrays.packed else "q"
         self.slots, rows, self.num_heads_kv, _ = arrays.full["k_cache"]
         self.batch, self.seqlen_q, self.num_heads_q, _ = arrays.full["q"]
         self.max_pages, self.capacity = 0, rows
@@ -214,15 +214,10 @@ class Others:
     def _sizes(self) -> Sizes:
         arrays = self.arrays
         return Sizes(
-            self.batch,
-            self.seqlen_q,
-            self.capacity,
-            self.num_heads_q,
-            arrays.rank,
-            arrays.dtype,
-            arrays.lse_dtype,
+            self.batch, self.seqlen_q, self.capacity, self.num_heads_q,
+            arrays.rank, arrays.dtype, arrays.lse_dtype,
             self.batch if arrays.packed else None,
-        )
+        )  # fmt: skip
 
     def _keep(self, name: str, full: tuple[int, ...] | None = None) -> Layout:
         """Describe an array, broadcast to its full shape."""
@@ -237,19 +232,16 @@ class Others:
         shape = tuple(shape)
         check_integers(name, dtype)
         if name == "cache_seqlens" and not shape:  # on a device: not read
-            self._keep(name, (self.batch,))
-            return shape
+            return self._keep(name, (self.batch,)).shape
         fits = len(shape) == len(full) and all(
             n in (None, size) for n, size in zip(full, shape, strict=True)
         )
         if not fits:
-            where = "cu_seqlens_q" if self.arrays.packed else "q"
             raise ShapeError(
                 f"{name} has shape {shape}, expected {words} with batch "
-                f"{self.batch} as in {where}"
+                f"{self.batch} as in {self.where}"
             )
-        self._keep(name)
-        return shape
+        return self._keep(name).shape
 
     def _check_capacity(self) -> None:
         if self.capacity <= MAX_LENGTH_OF_OPTIONS:
@@ -270,10 +262,9 @@ class Others:
             return self.seqlen_q
         batch, seqlen_new, *_ = arrays.full["k_new"]
         if batch != self.batch:
-            where = "cu_seqlens_q" if arrays.packed else "q"
             raise ShapeError(
                 f"k_new has batch {batch}, expected {self.batch} as in "
-                f"{where} {arrays.words('q', 'k_new')}"
+                f"{self.where} {arrays.words('q', 'k_new')}"
             )
         if seqlen_new > self.capacity:
             raise ShapeError(

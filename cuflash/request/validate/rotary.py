@@ -68,19 +68,14 @@ def _rotary(
     arrays.check_head_dim("x")
     seqlen = arrays.full["x"][1]
     layouts = _check_tables(arrays, tables)
-    num_positions, num_pairs = layouts["cos"].shape
+    num_positions, _ = layouts["cos"].shape
     if "positions" not in layouts and seqlen > num_positions:
         raise ShapeError(
             f"cos has {num_positions} rows, expected at least {seqlen}, x's "
             "seqlen: without positions, tokens are at 0, 1, 2, ..."
         )
-    rotary = Rotary(
-        2 * num_pairs,
-        num_positions,
-        layouts["cos"].dtype.name,
-        _index_of(layouts.get("positions")),
-        interleaved,
-        inverse,
+    rotary = rotary_of(
+        layouts["cos"], layouts.get("positions"), interleaved, inverse
     )
     problem = arrays.problem(
         "rotary", "x", "x", seqlen_k=0, scale=1.0, rotary=rotary
@@ -102,11 +97,21 @@ def _check_tables(
     return layouts
 
 
-def _index_of(positions: Layout | None) -> Literal["int32", "int64"] | None:
-    """The dtype in which kernels read positions; see `layouts.by_element`."""
-    if positions is None:
-        return None
-    return "int32" if positions.dtype.name == "int32" else "int64"
+def rotary_of(
+    cos: Layout,
+    positions: Layout | None,
+    interleaved: bool,
+    inverse: bool = False,
+) -> Rotary:
+    """The rotation by checked tables, and positions if they are given."""
+    num_positions, num_pairs = cos.shape
+    index: Literal["int32", "int64"] | None = None
+    if positions is not None:  # see `layouts.by_element`
+        index = "int32" if positions.dtype.name == "int32" else "int64"
+    return Rotary(
+        2 * num_pairs, num_positions, cos.dtype.name, index, interleaved,
+        inverse,
+    )  # fmt: skip
 
 
 def check_cos_and_sin(
