@@ -91,7 +91,7 @@ def _problem(
 def _large(seed: int) -> Done:
     from cuflash.backends import cupy as gpu
 
-    from .check import WrongResult, check
+    from .large import WrongResult, check
     from .shapes import draw
 
     shape, wrong, broken = draw(seed), "", False

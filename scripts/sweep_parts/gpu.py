@@ -19,7 +19,7 @@ from cuflash.backends import cupy as gpu
 from cuflash.build import nvrtc
 from cuflash.plans.plan import Device, main_file, plan
 from cuflash.plans.tiles import Tile
-from fuzz_parts import check as fuzz
+from fuzz_parts import large
 
 from . import wide
 from .forcing import Forced, force
@@ -59,7 +59,7 @@ class Gpu:
             If one is wrong, or the kernel fails.
         """
         force(Forced(group.family, group.direction, tile))
-        check = wide.check if group.is_wide else fuzz.check
+        check = wide.check if group.is_wide else large.check
         error = max(
             max(check(shape).values()) for shape in check_shapes(group)
         )

@@ -1,6 +1,6 @@
 """Checks float32 and float64 tiles by the bounds of docs/guide/accuracy.md.
 
-Like fuzz_parts/check.py, whose bounds are for 16 bits: some key heads with all
+Like fuzz_parts/large.py, whose bounds are for 16 bits: some key heads with all
 their query heads are recomputed in float64 on the GPU.
 """
 
@@ -13,7 +13,7 @@ import cupy
 
 import bounded_attention
 from bounded_attention import Results
-from fuzz_parts import check as fuzz
+from fuzz_parts import large
 from fuzz_parts.shapes import Shape
 
 NAMES = Results._fields
@@ -33,18 +33,18 @@ def check(shape: Shape) -> dict[str, float]:
 
     Raises
     ------
-    fuzz.WrongResult
+    large.WrongResult
         If one is above 1, or NaN.
     """
     inputs, expected = prepared(shape)
-    got = fuzz.results(shape, inputs)
+    got = large.results(shape, inputs)
     ratios = dict.fromkeys(NAMES, 0.0)
     for batch, head, results, bounds in expected:
-        ours = fuzz.parts_of_group(shape, got, batch, head)
+        ours = large.parts_of_group(shape, got, batch, head)
         for name, *pair in zip(NAMES, results, bounds, strict=True):
             ratio = bounded_attention.over_bound(ours[name], *pair)
             if not ratio <= 1:
-                raise fuzz.WrongResult(
+                raise large.WrongResult(
                     f"{name} is off by {ratio:.3g} of its bound"
                 )
             ratios[name] = max(ratios[name], ratio)
@@ -52,20 +52,20 @@ def check(shape: Shape) -> dict[str, float]:
 
 
 @functools.lru_cache(maxsize=2)  # all tiles of a group have the same shapes
-def prepared(shape: Shape) -> tuple[fuzz.Arrays, list[Expected]]:
+def prepared(shape: Shape) -> tuple[large.Arrays, list[Expected]]:
     """Inputs, and expected results."""
-    inputs = fuzz.make_inputs(shape)
+    inputs = large.make_inputs(shape)
     return inputs, [
         Expected(batch, head, *of_group(shape, inputs, batch, head))
-        for batch, head in fuzz.chosen(shape)
+        for batch, head in large.chosen(shape)
     ]
 
 
 def of_group(
-    shape: Shape, inputs: fuzz.Arrays, batch: int, head: int
+    shape: Shape, inputs: large.Arrays, batch: int, head: int
 ) -> tuple[Results, Results]:
     """A key head's results and bounds, in the layout of parts_of_group."""
-    cut = fuzz.parts_of_group(shape, inputs, batch, head)
+    cut = large.parts_of_group(shape, inputs, batch, head)
     each = [
         bounded_attention.attend(
             cut["q"][:, i], cut["k"], cut["v"], cut["dout"][:, i],

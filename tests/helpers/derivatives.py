@@ -11,7 +11,7 @@ from cuflash.reference.attention import attention
 from cuflash.reference.double_backward import double_backward
 from cuflash.reference.jvp import jvp
 
-from . import derivative_bounds
+from . import derivative_rounding
 from .backends import NumpyBackend
 from .compare import Expected, assert_within
 from .data import Emulation, inputs, lse_gradient, unlike
@@ -240,10 +240,10 @@ def bounds_of(case, direction):
     q, k, v, dout = (heads_first(x).astype(np.float64) for x in inputs(case))
     options, unit = case.options(), PRECISION[case.dtype].unit
     of = {
-        name: derivative_bounds.largest(_wide(options.get(name)))
+        name: derivative_rounding.largest(_wide(options.get(name)))
         for name in ("bias", "sink", "alibi_slopes")
     }
-    return derivative_bounds.bounds(
+    return derivative_rounding.bounds(
         {"q": q, "k": k, "v": v},
         direction,
         dout,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .derivative_bounds import bounds, largest
+from .derivative_rounding import bounds, largest
 from .reference_cases import EPS
 from .reference_dense import dense_attention, dense_vjp
 
@@ -95,7 +95,7 @@ def backward_of(case):
 
 
 def derivative_bounds(case, direction):
-    """Return the bounds of float64 results: `derivative_bounds.bounds`."""
+    """Return the bounds of float64 results: `derivative_rounding.bounds`."""
     inputs, (dout, dlse) = inputs_of(case), cotangents_of(case)
     slopes = largest(case.option_arrays().get("alibi_slopes"))
     return bounds(

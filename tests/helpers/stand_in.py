@@ -13,7 +13,7 @@ import numpy as np
 # What imports CuPy, those that others import first.
 MODULES = (
     "dense_attention", "bench_parts.runners", "bench_parts.checks",
-    "bench_parts.peers_cupy", "fuzz_parts.check", "sweep_parts.wide",
+    "bench_parts.peers_cupy", "fuzz_parts.large", "sweep_parts.wide",
 )  # fmt: skip
 
 
@@ -38,5 +38,4 @@ def with_numpy(monkeypatch):
             package = importlib.import_module(package)
             monkeypatch.setattr(package, last, None, raising=False)
         made[last] = importlib.import_module(name)
-    made["fuzz"] = made.pop("check")
     return types.SimpleNamespace(**made)

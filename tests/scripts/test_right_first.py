@@ -138,15 +138,15 @@ def test_right_tiles_pass(on_numpy, family, dtype):
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
 def test_keys_that_are_not_read(on_numpy, monkeypatch, family, dtype, name):
     shape = tile_shape(family, dtype)
-    inputs = on_numpy.fuzz.make_inputs(shape)
-    got = on_numpy.fuzz.results(shape, inputs)
+    inputs = on_numpy.large.make_inputs(shape)
+    got = on_numpy.large.results(shape, inputs)
     for x in ("k", "v"):
         inputs[x][:, 64:80] = 0  # one tile of them
-    other = on_numpy.fuzz.results(shape, inputs)
+    other = on_numpy.large.results(shape, inputs)
     monkeypatch.setattr(
-        on_numpy.fuzz, "results", lambda *_: {**got, name: other[name]}
+        on_numpy.large, "results", lambda *_: {**got, name: other[name]}
     )
-    with pytest.raises(on_numpy.fuzz.WrongResult, match=f"{name} is off by"):
+    with pytest.raises(on_numpy.large.WrongResult, match=f"{name} is off by"):
         on_numpy.wide.check(shape)
 
 
@@ -157,6 +157,6 @@ def test_a_tile_of_float32_is_no_tile_of_float64(on_numpy, monkeypatch):
         narrow = (x.astype(np.float32) for x in arrays)
         return [x.astype(np.float64) for x in known(*narrow, **options)]
 
-    monkeypatch.setattr(on_numpy.fuzz.cuflash, "forward", forward)
-    with pytest.raises(on_numpy.fuzz.WrongResult, match="out is off by"):
+    monkeypatch.setattr(on_numpy.large.cuflash, "forward", forward)
+    with pytest.raises(on_numpy.large.WrongResult, match="out is off by"):
         on_numpy.wide.check(tile_shape("dmma", "float64"))
