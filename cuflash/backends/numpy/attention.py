@@ -69,9 +69,10 @@ def jvp(call: Call) -> tuple[np.ndarray, ...]:
     in a forward call.
     """
     p, arrays, moves = call.problem, operands(call), directions(call)
-    of_lse = 1 + len(moves), p.batch, p.num_heads_q, p.seqlen_q
-    of_out = 1 + len(moves), p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v
-    out, lse = np.zeros(of_out, dtype_of(call)), np.zeros(of_lse, p.lse_dtype)
+    count, q_heads = 1 + len(moves), p.num_heads_q
+    of_out = count, p.batch, p.seqlen_q, q_heads, p.head_dim_v
+    out = np.zeros(of_out, dtype_of(call))
+    lse = np.zeros((count, p.batch, q_heads, p.seqlen_q), p.lse_dtype)
     lse[0] = -np.inf
     results = [
         {"out": heads_first("out", x, p), "lse": heads_first("lse", y, p)}

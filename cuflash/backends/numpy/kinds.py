@@ -62,9 +62,9 @@ def kinds(
     for x in upper:
         if x is not None:
             bounded = bounded & (_maximum(x) <= LARGEST_SCORE)
-    # All that are SMALL are BOUNDED.
-    found = np.where(bounded, of_bounded(score, options), Kind.UNBOUNDED)
-    return np.broadcast_to(found, len(q))
+    # UNBOUNDED is 0, and all that are SMALL are BOUNDED.
+    found: np.ndarray = bounded * of_bounded(score, options)
+    return found
 
 
 def of_bounded(score: np.ndarray, options: dict[str, Any]) -> np.ndarray:
@@ -74,11 +74,11 @@ def of_bounded(score: np.ndarray, options: dict[str, Any]) -> np.ndarray:
     """
     small = score <= LARGEST_SMALL
     if options.keys() & {"bias", "alibi_slopes"}:
-        return np.full(small.shape, Kind.BOUNDED)
-    for name in LOGITS:
-        if name in options:
-            small = small & (_maximum(options[name]) <= LARGEST_SMALL)
-    return np.where(small, Kind.SMALL, Kind.BOUNDED)
+        small = small & False
+    for name in options.keys() & LOGITS.keys():
+        small = small & (_maximum(options[name]) <= LARGEST_SMALL)
+    found: np.ndarray = small + int(Kind.BOUNDED)  # or the next, SMALL
+    return found
 
 
 def _longest(x: np.ndarray) -> np.ndarray:

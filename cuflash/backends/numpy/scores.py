@@ -88,16 +88,21 @@ def options_of(options: dict[str, Any], heads: Heads) -> dict[str, Any]:
 
 
 class Cap:
-    """A softcap at a tile's scores: its derivatives."""
+    """A softcap at a tile's scores: its derivatives.
 
-    def __init__(self, tanh: np.ndarray, softcap: float) -> None:
-        self.tanh, self.softcap = tanh, softcap
+    bends : whether `bend` is needed, else the slope takes the place of tanh:
+        one array less, which is faster than half a tile's sums.
+    """
+
+    def __init__(self, tanh: np.ndarray, softcap: float, bends: bool) -> None:
+        self.tanh, self.softcap, self.bends = tanh, softcap, bends
 
     @functools.cached_property
     def slope(self) -> np.ndarray:
         """The slope g with respect to scale * QK^T."""
-        slope: np.ndarray = 1 - self.tanh * self.tanh
-        return slope
+        out = None if self.bends else self.tanh
+        squares = np.multiply(self.tanh, self.tanh, out=out)
+        return np.subtract(1, squares, out=squares)
 
     def bend(
         self, ds: np.ndarray, t: np.ndarray, x_dot: np.ndarray | None
@@ -165,13 +170,15 @@ class Scores:
         return first, end
 
     def of(
-        self, tile: Tile, visible: np.ndarray | None
+        self, tile: Tile, visible: np.ndarray | None, *, bends: bool = False
     ) -> tuple[np.ndarray, Cap | None]:
         """Return S, and the softcap if there is one."""
-        s, cap = self._capped(tile)
+        s, cap = self._capped(tile, bends)
         return self._modified(s, tile, visible), cap
 
-    def _capped(self, tile: Tile) -> tuple[np.ndarray, Cap | None]:
+    def _capped(
+        self, tile: Tile, bends: bool
+    ) -> tuple[np.ndarray, Cap | None]:
         """Return scale * QK^T; or, with a softcap, cap * t and its `Cap`."""
         s = (
             self.scaled_q[..., tile.queries, :]
@@ -183,7 +190,7 @@ class Scores:
             return s, None
         s /= self.options.softcap
         t = np.tanh(s, out=s)
-        return t * self.options.softcap, Cap(t, self.options.softcap)
+        return t * self.options.softcap, Cap(t, self.options.softcap, bends)
 
     def _modified(
         self, s: np.ndarray, tile: Tile, visible: np.ndarray | None

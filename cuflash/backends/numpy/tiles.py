@@ -228,7 +228,7 @@ def _second_pass(
     e = moved - b * rows.delta
     add_second_sink_gradient(sums, motion, rows.shift, rows.delta, e)
     for tile, visible in scores.tiles(rows.place):
-        s, cap = scores.of(tile, visible)
+        s, cap = scores.of(tile, visible, bends=True)
         p = rows.shift.weights(s)
         w, x_dot = motion.of(tile, cap)
         z = scores.factors(tile)
