@@ -63,14 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
             default=_num_cpus(),
             help="kernels compiled at a time (default: the number of CPUs)",
         )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if given.command == "info":
+        if options.command == "info":
             return info()
-        if given.command == "compile":
-            archs = [arch.strip() for arch in given.arch.split(",")]
-            return compile_for(archs, given.jobs)
-        return warm_up(given.jobs)
+        if options.command == "compile":
+            archs = [arch.strip() for arch in options.arch.split(",")]
+            return compile_for(archs, options.jobs)
+        return warm_up(options.jobs)
     except CuflashError as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return 1

@@ -15,14 +15,14 @@ ADVICE = f"set the environment variable {VARIABLE} to a writable folder"
 
 def cache_folder() -> Path:
     """The folder of compiled kernels, which may be deleted at any time."""
-    return _given() or _of_system("user_cache_dir")
+    return _from_variable() or _of_system("user_cache_dir")
 
 
 def tile_tables() -> Path:
     """The folder of tile tables measured on this machine."""
-    given = _given()
-    if given:
-        return given / "cuflash_tiles"
+    folder = _from_variable()
+    if folder:
+        return folder / "cuflash_tiles"
     return _of_system("user_data_dir") / "tiles"
 
 
@@ -63,7 +63,7 @@ def why_no_cupy(error: OSError) -> str:
     )
 
 
-def _given() -> Path | None:
+def _from_variable() -> Path | None:
     folder = os.environ.get(VARIABLE)
     return Path(os.path.expanduser(folder)) if folder else None
 

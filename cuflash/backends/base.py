@@ -26,7 +26,7 @@ class Target(Protocol):
     def device(self) -> Device:
         """The properties that plans depend on."""
 
-    def load(self, decided: Plan) -> Any:
+    def load(self, plan: Plan) -> Any:
         """A plan's kernels, in the form that `Backend.launch` expects."""
 
     def __hash__(self) -> int: ...

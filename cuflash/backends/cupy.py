@@ -226,14 +226,14 @@ class CupyBackend:
     def device(self) -> Device:
         return device(self.index)
 
-    def load(self, decided: Plan) -> tuple[tuple[Any, ...], ...]:
+    def load(self, plan: Plan) -> tuple[tuple[Any, ...], ...]:
         """(function, blocks, threads, shared bytes, overlaps) of launches."""
         can = _can_overlap(self.index)
         with self.current():  # a function belongs to the device it loads on
             return tuple(
                 (nvrtc.function(x.kernel, self.device()).kernel, x.blocks,
                  x.kernel.threads, x.kernel.shared_bytes, can and x.overlaps)
-                for x in decided.launches
+                for x in plan.launches
             )  # fmt: skip
 
     def current(self) -> AbstractContextManager[Any]:

@@ -82,14 +82,14 @@ def _quarters(number: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def _tuned(
     folder: Path, capability: int, gpu: str | None, bandwidth: int | None,
-    family: str, direction: str, *asked: Any,
+    family: str, direction: str, *call: Any,
 ) -> tuple[Tile, ...]:  # fmt: skip
     far = [
         (
             extra
             + _arch_distance(entry.arch, capability)
             + _gpu_distance(entry, capability, gpu, bandwidth, unnamed)
-            + _distance(entry, *asked),
+            + _distance(entry, *call),
             entry.tile,
         )
         # This machine's own entries that name no GPU are for its GPU.

@@ -343,7 +343,7 @@ def _static_schedule(
 def has_integer_dq(problem: Problem) -> bool:
     """Whether the sums of dQ are integers: sm90/integer_dq.cuh's INTEGER_DQ.
 
-    Otherwise a deterministic dQ is summed in turns, for which the key tiles
+    Otherwise a deterministic dQ is summed in order, for which the key tiles
     that visit a query tile have to be consecutive.
     """
     return problem.deterministic and not has_order(problem, "sm90")
@@ -456,8 +456,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
-    in_turns = problem.deterministic and not integers
-    semaphores = dq_warps // 4 if in_turns else 0
+    in_order = problem.deterministic and not integers
+    semaphores = dq_warps // 4 if in_order else 0
     layout = (
         ("Element", problem.dtype),
         ("HEAD_DIM", d),
@@ -524,11 +524,11 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.segment_ids:
         heads = _ordered_heads(problem.num_heads_kv, heads)
-    if in_turns:
+    if in_order:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
     last = last_section(
         problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
-        longest_first=not in_turns,
+        longest_first=not in_order,
     )  # fmt: skip
     is_masked = problem.causal or bool(acts(problem) & {"tiles", "pairs"})
     return Plan(

@@ -198,14 +198,14 @@ def option_constants(
 
 
 def some_options(
-    problem: Problem, kind: str, *asked: str
+    problem: Problem, kind: str, *names: str
 ) -> tuple[tuple[str, bool | str], ...]:
     """The option constants of a kernel that depends on a few options.
 
     The other constants are as if those options were absent, so that one
     compiled kernel serves all calls that differ only in them.
     """
-    kept = {"Arguments", "PACKED", *asked}
+    kept = {"Arguments", "PACKED", *names}
     return tuple(
         (name, value if name in kept else "float" if name == "Bias" else False)
         for name, value in option_constants(problem, kind)
@@ -327,8 +327,8 @@ def option_launches(
     These kernels depend on no other option, so they serve calls with any
     others. Only the order of tiles depends on the window too.
     """
-    asked = some_options(problem, kind, "SEGMENTS")
-    constants = (("NUM_THREADS", ROW_THREADS), *asked)
+    flags = some_options(problem, kind, "SEGMENTS")
+    constants = (("NUM_THREADS", ROW_THREADS), *flags)
     if problem.segment_ids:  # one warp per tile
         sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
         kernel = KernelPlan(
@@ -492,7 +492,7 @@ def rounding_launch(
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
     kind = _with_dlse(problem, kind)
-    asked = (option_constants if recomputes else some_options)(problem, kind)
+    flags = (option_constants if recomputes else some_options)(problem, kind)
     kernel = KernelPlan(
         file="finish/dq.cu",
         entry="backward_dq",
@@ -505,7 +505,7 @@ def rounding_launch(
             ("NUM_WARPS", num_warps),
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
-            *(constant for constant in asked if constant[0] != "DBIAS"),
+            *(constant for constant in flags if constant[0] != "DBIAS"),
             ("RECOMPUTES", recomputes),
             ("CAUSAL", recomputes and problem.causal),
             ("DQ_SEMAPHORES", semaphores if recomputes else 0),

@@ -77,9 +77,9 @@ class Emulator:
         """The properties that plans depend on."""
         return planning.device_of_arch(self.arch)
 
-    def load(self, decided: Plan) -> tuple[Launch, ...]:
+    def load(self, plan: Plan) -> tuple[Launch, ...]:
         """The plan's launches; `Machine.run` compiles their kernels."""
-        return decided.launches
+        return plan.launches
 
     def backend(self) -> Machine:
         """The `backends.base.Backend` of one call."""

@@ -86,15 +86,15 @@ def host_compiler() -> tuple[str, ...]:
     CompileError
         If there is no C++ compiler.
     """
-    wanted = os.environ.get("CXX")
-    for command in [wanted] if wanted else ["g++", "clang++"]:
+    compiler = os.environ.get("CXX")
+    for command in [compiler] if compiler else ["g++", "clang++"]:
         words = shlex.split(command)
         program = shutil.which(words[0]) if words else None
         if program:
             return (program, *words[1:])
     tried = (
-        f"the environment variable CXX is {wanted!r}, which is not a program"
-        if wanted
+        f"the environment variable CXX is {compiler!r}, which is not a program"
+        if compiler
         else "neither g++ nor clang++ was found"
     )
     raise CompileError(
