@@ -90,8 +90,8 @@ FAULTS = {
     ),
     "PyTorch: masks, models": Fault(
         "cuflash/torch/sdpa.py",
-        'return bias.variant.name == "LOWER_RIGHT"',
-        'return bias.variant.name == "UPPER_LEFT"',
+        "if not at_end and seqlen_q",
+        "if at_end and seqlen_q",
         TORCH,
     ),
     "PyTorch: calls, gradients, transforms": Fault(
