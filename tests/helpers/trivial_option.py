@@ -7,6 +7,7 @@ each entry point: its name, and what is wrong, or "".
 
 import importlib.util
 import json
+import re
 
 import numpy as np
 
@@ -16,21 +17,23 @@ from helpers.host_compiler import WHY_NONE
 
 NAME = "trivial"
 ROW = f'    Option("{NAME}", check=checks.real, default=0.0, nothing=0.0'
-# File: text that stands once in it, and what follows it in the copy.
+# File: a line, as a pattern, and what follows it in the copy.
 EDITS = {
-    "cuflash/request/options.py": ("\nTABLE = (\n", ROW),
+    "cuflash/request/options.py": (r"^TABLE = \(\n", ROW),
     "cuflash/request/problem.py": (
-        "    softcap: float = 0.0\n", f"    {NAME}: float = 0.0\n"
+        r"^    softcap: float = .*\n", f"    {NAME}: float = 0.0\n"
     ),
 }  # fmt: skip
 
 
 def add(tree):
     """Add the option to a copy of the checkout."""
-    for file, (place, line) in EDITS.items():
+    for file, (pattern, line) in EDITS.items():
+        text = (tree / file).read_text(encoding="utf-8")
         if line is ROW:
-            cached = "with_caches: bool" in (tree / file).read_text()
-            line += ", with_caches=True),\n" if cached else "),\n"
+            line += ", with_caches=True" * ("with_caches: bool" in text)
+            line += "),\n"
+        (place,) = re.findall(pattern, text, re.M)
         copies.replace_in(tree / file, place, place + line)
 
 
