@@ -6,6 +6,7 @@
 //
 // Constants: DETERMINISTIC.
 #pragma once
+#include "common/scheduler.cuh"
 #include "common/thread_groups.cuh"
 
 // Which tile the block takes. CUDA neither promises an order in which blocks start nor that all run
@@ -56,3 +57,14 @@ template <class Threads = WholeBlock> struct DqTurns {
         pass_on();
     }
 };
+
+// Adds the lane's sums to the dQ of query tile q_tile, by the family's add_to_dq(); if
+// DETERMINISTIC, the key tiles add in their order. All of Threads.
+template <class Threads, class ScoreTile, class Sums>
+__device__ __forceinline__ void add_to_dq_in_order(
+    DqTurns<Threads>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
+    TileCoord coord, int head, int q_tile, int num_q_tiles, const Sums& sums) {
+    const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
+    turns.wait(arrays.dq_semaphores + index, score_tile.dq_rank(q_tile, coord.tile));
+    add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
+}

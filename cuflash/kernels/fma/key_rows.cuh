@@ -65,15 +65,6 @@ __device__ __forceinline__ void add_to_dq(
     }
 }
 
-// The same for query tile q_tile of a head; if DETERMINISTIC, the key tiles add in their order.
-__device__ __forceinline__ void add_to_dq_in_order(
-    DqTurns<>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
-    TileCoord coord, int head, int q_tile, int num_q_tiles, const QueryGrid::Sums& sums) {
-    const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
-    turns.wait(arrays.dq_semaphores + index, score_tile.dq_rank(q_tile, coord.tile));
-    add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
-}
-
 // Stores the lane's chunks of dK or dV.
 template <class Grid>
 __device__ __forceinline__ void store_gradient(
