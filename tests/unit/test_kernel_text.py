@@ -1,6 +1,8 @@
 """The rules for the text of the kernels."""
 
 import re
+from collections import defaultdict
+from functools import cache
 
 import pytest
 
@@ -64,15 +66,19 @@ def test_more_than_seven_members_are_filled_by_name(name):
     assert max(lists_by_position(code_of(name)), default=0) <= 7
 
 
+@cache
+def sources():
+    return [Source(name, text) for name, text in FILES.items()]
+
+
 def lines_of_functions():
     """Return (lines, file, name) of each function body, the longest first."""
     found = []
-    for name, text in FILES.items():
-        source = Source(name, text)
+    for source in sources():
         for body in source.functions:
             first, last = source.tokens[body.first], source.tokens[body.last]
             lines = source.line(last.start) - source.line(first.start) + 1
-            found.append((lines, name, body.name))
+            found.append((lines, source.file, body.name))
     return sorted(found, reverse=True)
 
 
@@ -82,3 +88,45 @@ def test_functions_are_at_most_80_lines():
     for lines, file, name in found[:10]:
         print(f"{lines:3} {file} {name}")
     assert found[0][0] <= 80
+
+
+def declared(source, first, last):
+    """Return the names that tokens declare: after a type, before a mark."""
+    found = set()
+    for i in range(first, last):
+        before, after = source.tokens[i - 1], source[i + 1]
+        type_ends = before.text not in ("return", "else") and (
+            before.kind == "name"
+            or (before.text in ("&", "*", ">") and not before.spaced)
+        )
+        if type_ends and after in (",", ")", "[", "=", ";", "{", "(", ":"):
+            found.add(source[i])
+    return found
+
+
+def words_of(source, body):
+    """Return a body's tokens, with numbers for the names that it declares."""
+    start = body.first - 1  # of its head
+    while start > 0 and source[start - 1] not in (";", "}", "{"):
+        start -= 1
+    own, numbers = declared(source, start, body.last), {}
+    return tuple(
+        numbers.setdefault(word, len(numbers)) if word in own else word
+        for word in (source[i] for i in range(body.first, body.last))
+    )
+
+
+def bodies_that_stand_twice(tokens):
+    """Return where bodies of so many tokens or more stand, if not once."""
+    places = defaultdict(list)
+    for source in sources():
+        for body in source.functions:
+            if body.last - body.first >= tokens:
+                name = f"{source.file}: {body.name}"
+                places[words_of(source, body)].append(name)
+    return [names for names in places.values() if len(names) > 1]
+
+
+def test_no_function_stands_twice():
+    """Whatever it calls its parameters and variables. Short ones may."""
+    assert not bodies_that_stand_twice(tokens=30)
