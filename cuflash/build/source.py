@@ -1,11 +1,11 @@
 """From a planned kernel to the source text that the compiler gets.
 
-The text consists of ``common/types.cuh`` (the constants use its element
-types), the generated constants and the kernel's file, in this order. The first
-``#include "folder/x.cuh"`` of a file of ``kernels/`` is replaced by the file;
-``#line`` directives keep the original file and line in messages.
-`launch.structs` generates ``common/arguments.cuh``. A kernel can include
-nothing from outside ``kernels/``, so the binary depends on this text alone.
+The text consists of ``common/constants.cuh`` and the kernel's file, in this
+order. The first ``#include "folder/x.cuh"`` of a file of ``kernels/`` is
+replaced by the file; ``#line`` directives keep the original file and line in
+messages. Two files are generated: ``common/arguments.cuh`` by `launch.structs`,
+``common/plan_constants.cuh`` here. A kernel can include nothing from outside
+``kernels/``, so the binary depends on this text alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cuflash.launch import structs as abi
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 
-# Generated files, by name; none of them exists in the folder.
-GENERATED = {"common/arguments.cuh": abi.c_text}
+# Generated files; none of them exists in the folder.
+GENERATED = ("common/arguments.cuh", "common/plan_constants.cuh")
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*(["<])([^">]*)[">]')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
@@ -69,13 +69,13 @@ def build(
     CompileError
         If a kernel includes a file that is not in the folder.
     """
-    twins = twins or {}
+    texts = abi.c_text(), "\n".join(map(_constant, kernel.constants))
+    generated = dict(zip(GENERATED, texts, strict=True))
+    files = folder, twins or {}, generated
     done: set[str] = set()
     return "\n".join([
-        *_splice("common/types.cuh", folder, twins, done),
-        '#line 1 "constants"',
-        *map(_constant, kernel.constants),
-        *_splice(kernel.file, folder, twins, done),
+        *_splice("common/constants.cuh", *files, done),
+        *_splice(kernel.file, *files, done),
         "",
     ])  # fmt: skip
 
@@ -95,12 +95,16 @@ def _constant(constant: tuple[str, bool | int | str]) -> str:
 
 
 def _splice(
-    file: str, folder: Path, twins: Mapping[str, Path], done: set[str]
+    file: str,
+    folder: Path,
+    twins: Mapping[str, Path],
+    generated: Mapping[str, str],
+    done: set[str],
 ) -> list[str]:
     """The lines of a file with its includes expanded."""
     done.add(file)
-    if file in GENERATED:
-        return [f'#line 1 "{file}"', *GENERATED[file]().splitlines()]
+    if file in generated:
+        return [f'#line 1 "{file}"', *generated[file].splitlines()]
     path = twins.get(file, folder / file)
     if file in twins:
         file = path.name
@@ -110,14 +114,14 @@ def _splice(
         lines += plain
         if not number:
             break
-        known = name in GENERATED or (folder / name).is_file()
+        known = name in generated or (folder / name).is_file()
         if quote != '"' or not known:
             raise CompileError(
                 f"{file}({number}) includes {name}, which is not a file"
                 f" of {folder}: a kernel can include only those"
             )
         if name not in done:
-            lines += _splice(name, folder, twins, done)
+            lines += _splice(name, folder, twins, generated, done)
         lines.append(f'#line {number + 1} "{file}"')
     return lines
 

@@ -20,7 +20,8 @@ GENERATED = '#include "common/arguments.cuh"'
 
 def text():
     """Return the beginning of every kernel's text."""
-    return source.build(small_kernel()).partition('#line 1 "constants"')[0]
+    constants = '#line 1 "common/plan_constants.cuh"'
+    return source.build(small_kernel()).partition(constants)[0]
 
 
 def layout_checks():

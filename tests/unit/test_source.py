@@ -17,9 +17,13 @@ def kernel(**constants):
 @pytest.fixture
 def folder(tmp_path):
     def write(**files):
-        types = tmp_path / "common" / "types.cuh"
-        types.parent.mkdir()
-        types.write_text("struct bfloat16 {};\n")
+        common = tmp_path / "common"
+        common.mkdir()
+        (common / "types.cuh").write_text("struct bfloat16 {};\n")
+        (common / "constants.cuh").write_text(
+            '#include "common/types.cuh"\n'
+            '#include "common/plan_constants.cuh"\n'
+        )
         files.setdefault("kernel", "// nothing\n")
         for name, text in files.items():
             suffix = ".cu" if name == "kernel" else ".cuh"
@@ -74,7 +78,7 @@ def test_every_line_keeps_its_number(folder):
     assert lines["kernel.cu", 1] == "// head"
     assert lines["kernel.cu", 3] == "int after;"
     assert lines["a.cuh", 3] == "int in_a;"
-    assert lines["constants", 2] == "constexpr int Y = 2;"
+    assert lines["common/plan_constants.cuh", 2] == "constexpr int Y = 2;"
 
 
 @pytest.mark.parametrize("include", ['"absent.cuh"', "<cuda_fp16.h>"])
