@@ -11,9 +11,8 @@
 // x is split into three elements, 24 bits. The integers below 256, and their products with the
 // elements, are exact. In float16, the third element may be subnormal: x has an absolute error of
 // at most 2^-25.
-//
-// Constants: Element, BLOCK_K.
 #pragma once
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 #include "sm90/wgmma.cuh"
 

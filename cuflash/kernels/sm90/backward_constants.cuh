@@ -1,9 +1,5 @@
 // Constants of the backward kernels on Hopper, sm90/backward.cu and sm90/backward_wide.cu, that
 // follow from the generated ones.
-//
-// Constants: Element, CAUSAL, BLOCK_Q, STAGES (of Q and dO), DQ_SEMAPHORES (semaphores of a query
-// tile's dQ if it is DETERMINISTIC, else 0), INTEGER_DQ (integer_dq.cuh); Arguments and the options
-// (docs/guide/options.md).
 #pragma once
 #include "score/pair_mask.cuh"
 #include "common/softmax.cuh"

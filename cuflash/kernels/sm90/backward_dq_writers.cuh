@@ -1,7 +1,5 @@
 // The writer warps of sm90/backward.cu: one for each consumer's part of dQ, which it adds to the
 // sums in global memory once an iteration.
-//
-// Constants: those of backward_shared.cuh, dq_accum.cuh and integer_dq.cuh.
 #pragma once
 #include "sm90/backward_integer_dq.cuh"
 #include "sm90/backward_shared.cuh"

@@ -1,6 +1,4 @@
 // The epilogue of sm90/backward.cu: dK and dV of a work tile leave through shared memory by TMA.
-//
-// Constants: Element, PACKED, and those of backward_shared.cuh.
 #pragma once
 #include "sm90/backward_shared.cuh"
 

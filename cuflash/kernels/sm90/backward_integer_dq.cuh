@@ -3,8 +3,6 @@
 //
 // A warp has 16 rows of dQ, and lane l parts of the rows l / 4 and l / 4 + 8. Where dQ is staged an
 // iteration later, it keeps the grid of row l % 16, one register.
-//
-// Constants: those of integer_dq.cuh, dq_accum.cuh and backward_constants.cuh.
 #pragma once
 #include "common/dq_accum.cuh"
 #include "sm90/backward_scheduler.cuh"

@@ -4,8 +4,6 @@
 //
 // where score is scale S after the modifications, Z is dropout's factor (dV takes P Z), and P = 0
 // at masked pairs.
-//
-// Constants: those of backward_constants.cuh, BLOCK_K.
 #pragma once
 #include "sm90/backward_score_mod.cuh"
 

@@ -1,7 +1,6 @@
 // Producers of the backward kernels on Hopper: one thread or warp loads Q and dO and publishes the
 // work tiles (backward_scheduler.cuh), another thread loads K and V. All loads are TMA copies.
 //
-// Constants: HEAD_DIM, HEAD_DIM_V, and those of backward_scheduler.cuh.
 // SharedPlan has the tiles v, q[STAGES], dout[STAGES]; rows[STAGES]; has_segment_boundary[...], one
 // flag per stage: segment ids mask pairs of the iteration; and barriers. *_full: one arrival and
 // the bytes that a copy brings. *_empty: arrivals of the warps that read. K has K_STAGES stages;

@@ -1,7 +1,5 @@
 // Backward kernels on Hopper whose consumer warpgroups share the same keys and divide the results:
 // sm90/backward_wide.cu and sm90/double_backward.cu.
-//
-// Constants: S_REGS, BLOCK_K, and those of backward_scheduler.cuh.
 #pragma once
 #include "sm90/backward_scheduler.cuh"
 

@@ -8,7 +8,6 @@
 // sequence, one tile ahead of the consumers. An iteration is one query tile that sees the keys;
 // iterations go through the query heads of the group in turn.
 //
-// Constants: BLOCK_Q, BLOCK_K, and those of backward_constants.cuh.
 // SharedPlan has work_tiles[WORK_STAGES] and their barriers: work_full, an arrival of the thread
 // that publishes; work_empty, an arrival of each warp that reads.
 #pragma once

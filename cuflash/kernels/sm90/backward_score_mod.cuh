@@ -1,7 +1,5 @@
 // Score modifications of a lane's fragment: softcap, ALiBi slopes and biases (score_mod.cuh), the
 // derivatives of the scores, and the sums of dbias.
-//
-// Constants: those of backward_constants.cuh; Bias.
 #pragma once
 #include "sm90/backward_pair_bits.cuh"
 #include "score/dbias.cuh"

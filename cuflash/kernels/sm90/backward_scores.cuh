@@ -4,8 +4,6 @@
 //
 // A thread's fragment x[S_REGS] of 64 keys by BLOCK_Q queries: x[4 j + 2 h + b] belongs to the
 // query 8 j + b after the lane's first one and to the key 8 h after the lane's first one.
-//
-// Constants: those of backward_constants.cuh.
 #pragma once
 #include "sm90/backward_constants.cuh"
 #include "sm90/row_stats.cuh"

@@ -11,9 +11,6 @@
 // stages, and V is released after its last matmul, so the next tile's K and V are there when it
 // begins. A tile's end does not wait until the stores of dK and dV have read shared memory: dK is
 // stored through K's stage, dV through the staging buffer of dQ.
-//
-// Constants: Element, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES, DOUBLE_BUFFERED_K,
-// SHARED_BYTES.
 #pragma once
 #include "sm90/backward_producer.cuh"
 #include "sm90/row_stats.cuh"

@@ -8,9 +8,6 @@
 //
 // Q is the first tile that an iteration reads and the last that it releases, so it has a stage more
 // than ddQ, dO and the weights, if it fits.
-//
-// Constants: Element, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, STAGES, Q_STAGES, SHARED_BYTES;
-// Q_DOT, K_DOT, V_DOT: what moves.
 #pragma once
 #include "sm90/backward_producer.cuh"
 #include "sm90/second_rows.cuh"

@@ -1,7 +1,5 @@
 // What a tile of pairs contributes to sm90/double_backward.cu's sums, from the accumulators of
 // S^T, W^T, dP^T and U^T. A thread's fragment is that of backward_scores.cuh.
-//
-// Constants: those of backward_constants.cuh; HEAD_DIM, BLOCK_K; Q_DOT, K_DOT, V_DOT: what moves.
 #pragma once
 #include "sm90/backward_scores.cuh"
 #include "sm90/second_rows.cuh"

@@ -7,12 +7,8 @@
 #include "score/score_mod.cuh"
 #include "common/packed_sequences.cuh"
 #include "sm90/alibi_mma.cuh"
+#include "sm90/consumer_constants.cuh"
 
-constexpr int CONSUMER_ROWS = WGMMA_M;                      // queries of a consumer warpgroup
-constexpr int CONSUMER_WARPGROUPS = BLOCK_Q / CONSUMER_ROWS;
-constexpr int CONSUMER_WARPS = CONSUMER_WARPGROUPS * 4;
-constexpr int THREADS = (1 + CONSUMER_WARPGROUPS) * WARPGROUP;
-constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4; // of a thread
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
 // SPARSE_TILES: the visited key tiles need not be contiguous, or a tile's mask is not implied by

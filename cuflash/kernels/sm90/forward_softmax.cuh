@@ -3,12 +3,11 @@
 //     m' = max(m, rowmax(S)),  P = 2^(c S - c m'),  l' = l 2^(c m - c m') + rowsum(P)
 //
 // c = scale log2(e) (scale_log2), or log2(e) where score modifications have applied the scale.
-//
-// Constants: S_COUNT, the elements of S of a thread; those of score_mod.cuh.
 #pragma once
 #include "common/softmax.cuh"
 #include "common/upper_halves.cuh"
 #include "score/score_mod.cuh"
+#include "sm90/consumer_constants.cuh"
 
 // State of the lane's two rows, which are 8 apart. max_scaled: c m, rounded. sum: this lane's part
 // of l, which the epilogue adds up over the quad.

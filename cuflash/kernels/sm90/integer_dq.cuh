@@ -22,8 +22,6 @@
 // Rows without a grid. If bound_i is not finite there is none: parts count as 0, and finish/dq.cu
 // computes the row from the definition (recompute.cuh). A float16 dS may become infinite though the
 // bound is finite: rows of tiles that may_overflow() lose their grid when that happens.
-//
-// Constants: INTEGER_DQ, Arguments, Element, BLOCK_Q, BLOCK_K, HEAD_DIM, SEGMENTS, PACKED.
 #pragma once
 #include "common/scheduler.cuh"
 #include "common/packed_sequences.cuh"

@@ -35,35 +35,25 @@
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0), HEAD_DIM and HEAD_DIM_V (multiples of 16
 // that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, KV_STAGES, SHARED_BYTES; Q_DOT, K_DOT, V_DOT: what
-// moves; Arguments; those of score/directions.cuh; no options.
+// moves; DIRECTIONS, FIRST_DIRECTION, LAST_DIRECTION, READS_OUT; Arguments; no options.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 // mbarriers: *_full: from TMA to the consumers, an arrival for each tile, and its bytes. *_empty:
 // back, an arrival of each consumer warp.
 //
 // Bad at: short sequences: a block has one query tile, so nothing overlaps its beginning and end.
-#include "common/types.cuh"
 #include "common/row_flags.cuh"
 #include "common/scheduler.cuh"
 #include "score/directions.cuh"
-#include "sm90/wgmma.cuh"
+#include "sm90/forward_softmax.cuh"
+#include "sm90/jvp_weights.cuh"
+#include "sm90/score_mask.cuh"
 
-constexpr int CONSUMER_ROWS = WGMMA_M;                      // queries of a consumer warpgroup
-constexpr int CONSUMER_WARPGROUPS = BLOCK_Q / CONSUMER_ROWS;
-constexpr int CONSUMER_WARPS = CONSUMER_WARPGROUPS * 4;
-constexpr int THREADS = (1 + CONSUMER_WARPGROUPS) * WARPGROUP;
-constexpr int S_COUNT = BLOCK_K / 2, O_COUNT = HEAD_DIM_V / 2, P_COUNT = BLOCK_K / 4; // of a thread
 constexpr int SIGN = NEGATE_SCORES ? -1 : 1;
 constexpr bool SCORES_MOVE = Q_DOT || K_DOT;
 
 static_assert(CONSUMER_WARPGROUPS == 2, "240 registers for each of two consumers");
 
-#include "sm90/forward_softmax.cuh"
-#include "sm90/score_mask.cuh"
-
-using Scores = float[S_COUNT];
 using Output = float[O_COUNT];
-
-#include "sm90/jvp_weights.cuh"
 
 struct KeyStage {
     SmemTile<BLOCK_K, HEAD_DIM> k, k_dot[DIRECTIONS];

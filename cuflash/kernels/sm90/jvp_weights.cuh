@@ -1,8 +1,7 @@
 // Weights of tangents, P (W - r), and lse, of sm90/jvp.cu's consumers.
-//
-// Constants: S_COUNT, the elements of S of a thread; Scores.
 #pragma once
 #include "common/softmax.cuh"
+#include "sm90/consumer_constants.cuh"
 
 // lse of maximum m and sum l: |scale| m + log(l), less the logarithm of the factor by which
 // online_softmax made l too large. max_scaled: finite_max_scaled().

@@ -1,8 +1,6 @@
 // Row statistics of a query tile, lse and delta, for sm90/backward.cu and backward_wide.cu.
 // prepare/row_stats.cu writes one QueryRows for each tile of each (batch, head), one after
 // another; the producer copies it in bulk together with the tile's Q.
-//
-// Constants: BLOCK_Q, SEGMENTS, INTEGER_DQ, and those of lse_rest.cuh.
 #pragma once
 #include "common/ptx.cuh"
 #include "score/lse_rest.cuh"

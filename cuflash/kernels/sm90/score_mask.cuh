@@ -1,11 +1,10 @@
 // The masks that follow from positions, on a consumer warpgroup's accumulator S = Q K^T: element i
 // is in the lane's row i / 2 % 2, and its key is i / 4 * 8 + i % 2 counted from the lane's first.
 // first_row: the lane's first query. k_start: the tile's first key.
-//
-// Constants: CAUSAL, WINDOW, S_COUNT, the elements of a thread.
 #pragma once
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
+#include "sm90/consumer_constants.cuh"
 
 __device__ __forceinline__ int lane_key(int k_start) { return k_start + threadIdx.x % 4 * 2; }
 

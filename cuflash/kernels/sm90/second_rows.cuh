@@ -1,8 +1,6 @@
 // Row statistics of a query tile for sm90/double_backward.cu. prepare/second_rows.cu writes one
 // SecondRows for each tile of each (batch, head), one after another; the producer copies it in bulk
 // together with the tile's Q.
-//
-// Constants: BLOCK_Q, SEGMENTS.
 #pragma once
 #include "sm90/row_stats.cuh"
 

@@ -2,8 +2,6 @@
 // backward_wide.cu share: recompute_flags and dq_semaphores. prepare/row_stats.cu zeroes them, and
 // tile_counter, the third such array: one int, from which blocks take the index of their next key
 // tile (next_index() in backward_scheduler.cuh).
-//
-// Constants: Arguments, PACKED, BLOCK_K, DQ_SEMAPHORES.
 #pragma once
 #include "common/scheduler.cuh"
 #include "common/packed_sequences.cuh"
