@@ -15,7 +15,7 @@
 //
 // Bound by memory: each array is read once. Weak where head_dim is above 32 COLUMNS: weights are
 // computed once for so many columns.
-#include "common/types.cuh"
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 #include "common/merged_row.cuh"
 

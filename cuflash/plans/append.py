@@ -15,7 +15,7 @@ def append_launches(
 ) -> tuple[Launch, ...]:
     """Appends new tokens, rotates queries; nothing if there is no need.
 
-    `constants` are those of decode/sequences.cuh and key_rows.cuh.
+    `constants` are those of a KV cache (common/constants.cuh).
     """
     cache = problem.kvcache
     assert cache is not None

@@ -6,10 +6,11 @@ from functools import cache
 
 import pytest
 
-from cuflash.build.source import GENERATED, kernel_files
+from cuflash.build.source import GENERATED, KERNELS, kernel_files
 from mutation_parts.tokens import Source
 
 PTX = "common/ptx.cuh"
+CONSTANTS = "common/constants.cuh"  # lists those that plans set
 FILES = {name: path.read_text() for name, path in kernel_files().items()}
 
 
@@ -27,6 +28,45 @@ def test_lines_are_at_most_100_columns_of_ascii(name):
 def test_only_files_of_the_folder_are_included(name):
     included = re.findall(r"#\s*include\s+(.*)", code_of(name))
     assert set(included) <= {f'"{file}"' for file in [*FILES, *GENERATED]}
+
+
+def included_by(name):
+    """Return the file and all files that it includes, or they do."""
+    found = [name]
+    for file in found:
+        included = re.findall(r'#include "(.*)"', code_of(file))
+        found += [x for x in included if x in FILES and x not in found]
+    return found
+
+
+def capitals_in(name):
+    code = re.sub(r'"[^"]*"|#.*', "", code_of(name))
+    return set(re.findall(r"(?<!::)\b[A-Z][A-Z0-9_]+\b", code))
+
+
+def declared_in(name):
+    """Return the constants that a file declares: a type, then the name."""
+    if name == CONSTANTS:
+        return set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", FILES[name]))
+    code = re.sub(r'"[^"]*"', "", code_of(name))
+    first = r"\b(?!return|else|case)\w+\s+([A-Z][A-Z0-9_]+)\b"
+    others = r"[,{]\s*([A-Z][A-Z0-9_]+) =\s"
+    enums = " ".join(re.findall(r"\benum [^{;]*\{[^}]*\}", code))
+    found = [re.findall(x, code) for x in (first, others)]
+    return {*sum(found, []), *re.findall(r"\b[A-Z][A-Z0-9_]+\b", enums)}
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - {PTX}))
+def test_a_file_includes_the_constants_that_it_uses(name):
+    """None relies on what stands above the line that includes it."""
+    known = set().union(*map(declared_in, included_by(name)))
+    assert capitals_in(name) - known == set()
+
+
+def test_constants_of_plans_are_listed():
+    plans = " ".join(x.read_text() for x in KERNELS.parent.glob("plans/*.py"))
+    made = set(re.findall(r'\("([A-Z][A-Z0-9_]+)", ', plans))
+    assert "HEAD_DIM" in made and made <= declared_in(CONSTANTS)
 
 
 def test_inline_ptx_stands_in_one_file():

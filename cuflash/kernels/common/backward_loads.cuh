@@ -1,7 +1,7 @@
 // The loads of backward kernels on padded tiles (fma/backward.cu, mma8/backward.cu): a key tile
 // once, then dO with lse and delta, and Q, of one query tile after another.
 //
-// SharedPlan has the members k, v, q, dout, lse and delta. Constants: Arguments, Element, BLOCK_Q.
+// SharedPlan has the members k, v, q, dout, lse and delta.
 #pragma once
 #include "common/packed_sequences.cuh"
 #include "common/padded_tiles.cuh"

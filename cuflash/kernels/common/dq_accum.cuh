@@ -1,9 +1,7 @@
 // How a backward kernel's warps share a matmul, and the layout of dQ's float sums in global memory:
 // sm80/backward.cu and sm90/backward.cu add to the sums, finish/dq.cu reads them.
-//
-// Constants: NUM_WARPS, the warps that compute; SCORE_WARPS_Q of them along the queries of dQ;
-// BLOCK_Q, HEAD_DIM.
 #pragma once
+#include "common/constants.cuh"
 #include "common/fragments.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32;

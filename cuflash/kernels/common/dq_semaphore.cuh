@@ -3,9 +3,8 @@
 //
 // A semaphore of each query tile counts the key tiles that have added to it. Semaphores and the
 // counter of tickets are zeroed before the kernel.
-//
-// Constants: DETERMINISTIC.
 #pragma once
+#include "common/constants.cuh"
 #include "common/scheduler.cuh"
 #include "common/thread_groups.cuh"
 

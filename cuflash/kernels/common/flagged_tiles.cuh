@@ -1,9 +1,7 @@
 // Which tiles a block computes: its own or, if the kernel computes flagged tiles alone, those among
 // the many tiles that few blocks share. Almost always no tile is flagged.
-//
-// Constants: NUM_THREADS, ONLY_FLAGGED.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 
 // Calls f(tile) by whole blocks. is_flagged(tile): the same in every thread, and throughout.
 template <class IsFlagged, class F>

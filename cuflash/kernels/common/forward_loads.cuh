@@ -1,7 +1,7 @@
 // The loads of forward kernels on padded tiles (fma/forward.cu, mma8/forward.cu): tiles of K and V,
 // one cp.async group each, and the tile of Q, which joins the first group.
 //
-// SharedPlan has the members q, k and v. Constants: Element, BLOCK_K.
+// SharedPlan has the members q, k and v.
 #pragma once
 #include "common/padded_tiles.cuh"
 

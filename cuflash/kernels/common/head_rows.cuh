@@ -1,6 +1,7 @@
 // Rows of an array, read by one warp element by element, for the few rows of gradients that are
 // recomputed. Slow.
 #pragma once
+#include "common/constants.cuh"
 #include "common/softmax.cuh"
 
 // One head's rows of an array, by token.

@@ -1,6 +1,4 @@
 // A block's tile of keys, in kernels whose blocks each take one.
-//
-// Constants: DETERMINISTIC.
 #pragma once
 #include "common/dq_semaphore.cuh"
 #include "common/scheduler.cuh"

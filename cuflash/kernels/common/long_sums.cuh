@@ -12,8 +12,9 @@
 //         ...                                              // LongSums::add, and acc = 0
 //     }
 //
-// Constants: RUN_TILES; 0: acc sums all tiles, and nothing here is used.
+// RUN_TILES = 0: acc sums all tiles, and nothing here is used.
 #pragma once
+#include "common/constants.cuh"
 #include "common/softmax.cuh"
 
 // The last tile of the run that begins with `tile`, of those down to `first`.

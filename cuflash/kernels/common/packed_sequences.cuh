@@ -10,10 +10,9 @@
 // sequence s + 1: enough, since floor(a) + ceil(b) <= floor(a + b) + 1. A head has
 // total / block + num_sequences + 1 slots. Some slots have no tile; blocks skip them.
 //
-// Constants: Arguments, Element, PACKED. Without PACKED a call is one sequence, and everything here
-// compiles to nothing.
+// Without PACKED a call is one sequence, and everything here compiles to nothing.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 
 // Offsets of queries or of keys.
 struct Offsets {

@@ -1,6 +1,7 @@
 // Tiles of floats or doubles in shared memory, and rows of them in global memory, 16 bytes at a
 // time.
 #pragma once
+#include "common/constants.cuh"
 #include "common/softmax.cuh"
 #include "common/thread_groups.cuh"
 

@@ -16,7 +16,7 @@
 // Constants: Element, CAUSAL, BLOCK_Q, the rows of a tile; BLOCK_K = 16 NUM_WARPS; NUM_STAGES;
 // BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to multiples
 // of 32; NEGATE_SCORES, whether scale < 0 and scores are LINEAR (score_mod.cuh); BALANCED
-// (parts.cuh); those of a KV cache (sequences.cuh, key_rows.cuh); Arguments and the options
+// (parts.cuh); those of a KV cache (constants.cuh); Arguments and the options
 // (docs/guide/options.md).
 // Shared memory: SharedPlan (rows.cuh), tiles as in smem.cuh.
 //

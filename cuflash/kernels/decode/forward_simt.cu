@@ -20,7 +20,7 @@
 // Constants: Element, CAUSAL, BLOCK_Q, the rows of a tile, a power of two up to 32; BLOCK_K =
 // WARP_KEYS NUM_WARPS; BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions
 // rounded up to multiples of 32 K_VECTOR and 32 V_VECTOR (simt_keys.cuh); BALANCED (parts.cuh);
-// those of a KV cache (sequences.cuh, key_rows.cuh); Arguments and the options
+// those of a KV cache (constants.cuh); Arguments and the options
 // (docs/guide/options.md).
 // Shared memory: SharedPlan.
 //

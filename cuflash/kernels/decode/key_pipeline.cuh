@@ -1,6 +1,4 @@
 // decode/forward.cu's loads: a warp's keys of one tile after another.
-//
-// Constants: NUM_STAGES, HEAD_DIM, HEAD_DIM_V; those of key_rows.cuh.
 #pragma once
 #include "decode/float8.cuh"
 #include "decode/rows.cuh"

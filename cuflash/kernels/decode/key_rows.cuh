@@ -1,7 +1,4 @@
 // Where the keys of a sequence are stored: in the rows of one slot, or of pages.
-//
-// Constants: KVCACHE, PAGE_SIZE (tokens, 0 without pages), Cached, the type in memory; SCALES,
-// which numbers K and V are stored relative to: 0 none, 1 one of each key head, 2 of each page's.
 #pragma once
 #include "decode/sequences.cuh"
 

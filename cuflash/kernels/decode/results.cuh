@@ -1,7 +1,5 @@
 // What a decode kernel leaves: O and lse of a row tile, or of a part of its keys, which
 // finish/merge_parts.cu merges.
-//
-// Constants: Element, SINK.
 #pragma once
 #include "common/elements.cuh"
 #include "decode/row_tile.cuh"

@@ -1,9 +1,8 @@
 // The sequences of a decode call: how many queries and keys each has, and where they begin.
 //
-// Constants: KVCACHE, and with it LENGTHS, PACKED_QUERIES, PACKED_NEW, LEFTPAD and BATCH_IDX: which
-// arrays the call has (plans/decode.py). Without KVCACHE all sequences are as in `shape`.
+// Without KVCACHE all sequences are as in `shape`.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 
 struct Sequence {
     int number;                                             // in the batch

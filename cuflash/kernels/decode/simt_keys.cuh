@@ -2,9 +2,6 @@
 //
 // The lanes share the columns of a row: lane l has the chunks l, l + 32, l + 64, ... of VECTOR
 // neighbours. Columns past the head dimension are 0.
-//
-// Constants: Element, HEAD_DIM, HEAD_DIM_V; K_VECTOR and V_VECTOR, which divide the head dimensions
-// and to whose bytes rows of K and V are aligned; WARP_KEYS; those of key_rows.cuh.
 #pragma once
 #include "common/elements.cuh"
 #include "common/float8.cuh"

@@ -6,7 +6,7 @@
 // columns.
 //
 // Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; NUM_WARPS, BLOCK_Q,
-// BLOCK_K, CAUSAL, BALANCED, those of a KV cache (sequences.cuh), SINK, WINDOW; Arguments. No
+// BLOCK_K, CAUSAL, BALANCED, those of a KV cache (constants.cuh), SINK, WINDOW; Arguments. No
 // shared memory.
 //
 // Bound by latency: the parts are in L2. So a lane has the loads of many parts under way, and the

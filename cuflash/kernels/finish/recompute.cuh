@@ -1,9 +1,6 @@
 // Recomputes rows of dQ, dK and dV from the definition, a warp a row. A matmul spreads a NaN or an
 // infinity of its B operand, as 0 * NaN, to rows that do not see it. So rows with a NaN or an
 // infinity are recomputed, if a masked operand may have reached them. Slow, rare.
-//
-// Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, DLSE; Arguments and the
-// options, as in sm90/backward_constants.cuh.
 #pragma once
 #include "score/dropout.cuh"
 #include "score/lse_rest.cuh"

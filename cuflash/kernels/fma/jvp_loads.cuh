@@ -2,8 +2,7 @@
 // in the block's directions, if it moves. K with K' and V with V' are one cp.async group each; the
 // queries join the first one.
 //
-// SharedPlan has the members q, q_dot, k, k_dot, v and v_dot. Constants: Arguments, Element,
-// BLOCK_K, Q_DOT, K_DOT, V_DOT, DIRECTIONS.
+// SharedPlan has the members q, q_dot, k, k_dot, v and v_dot.
 #pragma once
 #include "common/padded_tiles.cuh"
 #include "score/tangents.cuh"

@@ -1,9 +1,6 @@
 // A block's keys in backward passes (fma/backward.cu, fma/double_backward.cu): BLOCK_K of one key
 // head. dK and dV stay in registers; parts of dQ are added to dQ in global memory, one query tile
 // after another.
-//
-// Constants: BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q of the warps along the queries of S and dQ,
-// GRADIENT_WARPS_K along the keys of dK and dV; HEAD_DIM, HEAD_DIM_V, DETERMINISTIC.
 #pragma once
 #include "fma/fma.cuh"
 #include "common/dq_semaphore.cuh"

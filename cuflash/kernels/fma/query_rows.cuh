@@ -1,8 +1,7 @@
 // A block's queries in forward passes (fma/forward.cu, fma/jvp.cu): BLOCK_Q of one head, of which
 // each warp has whole rows; fma.cuh defines which lane holds which numbers.
 //
-// Constants: CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, WEIGHT_KEYS: how many columns of P a warp's lanes
-// exchange at a time; HEAD_DIM and HEAD_DIM_V, multiples of 32; the options.
+// HEAD_DIM and HEAD_DIM_V are multiples of 32.
 #pragma once
 #include "fma/fma.cuh"
 #include "common/mask.cuh"

@@ -4,8 +4,6 @@
 //
 // One group has buffers for K, K' and for V, V': each loads while the other is used. Of two, each
 // has one buffer, for K, K' and then for V, V'.
-//
-// Constants: Element, BLOCK_Q, BLOCK_K, NUM_WARPS, HEAD_DIM, HEAD_DIM_V.
 #pragma once
 #include "mma8/mma8.cuh"
 

@@ -1,7 +1,5 @@
 // Partly masked tiles of mma8/forward.cu and mma8/jvp.cu: which pairs a warp's query rows see, and
 // O += P V over those alone.
-//
-// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, HEAD_DIM_V; Arguments and the options.
 #pragma once
 #include "mma8/mma8.cuh"
 #include "common/mask.cuh"

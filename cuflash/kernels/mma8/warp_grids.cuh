@@ -1,8 +1,5 @@
 // How the warps of mma8's backward kernels share a tile of pairs and the gradients, and the tile of
 // weights, in shared memory, between them.
-//
-// Constants: Element, BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, NUM_WARPS, SCORE_WARPS_Q,
-// GRADIENT_WARPS_K; WARP_ROLES: 1, or 2 where half of the warps compute scores and half gradients.
 #pragma once
 #include "mma8/mma8.cuh"
 

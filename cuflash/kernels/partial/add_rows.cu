@@ -7,7 +7,8 @@
 //
 // Grid: BLOCK_COLUMNS = NUM_THREADS * VECTOR columns of a token,
 //     blockIdx.x = (batch_index * seqlen + token) * ceil(columns / BLOCK_COLUMNS) + part
-// Block: NUM_THREADS threads. Constants: those of rows.cuh, NUM_THREADS. No shared memory.
+// Block: NUM_THREADS threads. No shared memory.
+// Constants: Element, First, Result, COUNT, VECTOR, NUM_THREADS.
 //
 // Bound by memory: each array read once, the result written once.
 #include "partial/rows.cuh"

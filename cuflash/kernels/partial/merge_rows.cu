@@ -10,8 +10,8 @@
 //
 // Grid: a block for NUM_WARPS heads of a token, with head_blocks = ceil(num_heads / NUM_WARPS),
 //     blockIdx.x = (batch_index * seqlen + token) * head_blocks + head / NUM_WARPS
-// Block: NUM_THREADS threads, a multiple of 32; a warp for each head. Constants: those of rows.cuh,
-// NUM_THREADS. No shared memory.
+// Block: NUM_THREADS threads, a multiple of 32; a warp for each head. No shared memory.
+// Constants: Element, First, Result, COUNT, VECTOR, NUM_THREADS.
 //
 // Bound by memory: each array read once, the result written once.
 #include "partial/rows.cuh"

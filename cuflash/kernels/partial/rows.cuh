@@ -1,9 +1,6 @@
 // Rows of partial results, which cuflash.distributed merges and adds: VECTOR elements a lane.
-//
-// Constants: Element, of all arrays but the first; First and Result, of the first array and of the
-// result, each Element or its Accumulator; COUNT, arrays after the first, 1 to MOST_OTHERS; VECTOR.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 
 using Real = Accumulator<Element>;

@@ -12,7 +12,7 @@
 //     row = token * num_heads + head, token = sequence * seqlen + i, or the place in packed tokens
 // Block: NUM_THREADS threads. No shared memory.
 //
-// Constants: Element, Cached, Table, KVCACHE and those of sequences.cuh and key_rows.cuh, HAS_NEW,
+// Constants: Element, Cached, Table, KVCACHE and those of a KV cache (constants.cuh), HAS_NEW,
 // ROTARY, ORDERED, NUM_THREADS; Arguments.
 //
 // Bound by latency: a token is some kilobytes.

@@ -1,6 +1,4 @@
 // Before a backward kernel: zeroes what it adds to. Part of the kernels that compute delta.
-//
-// Constants: Element, NUM_THREADS, BLOCK_Q, DQ_COLUMNS (0: no sums), ADDS_TO_DQ, PACKED.
 #pragma once
 #include "common/packed_sequences.cuh"
 

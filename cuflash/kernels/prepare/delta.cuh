@@ -1,5 +1,6 @@
 // delta = rowsum(dO * O): LANES of a warp share a row of out, in chunks of up to 16 bytes.
 #pragma once
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 
 using Real = Accumulator<Element>;

@@ -1,8 +1,6 @@
 // Rotations of pairs of columns by the angle of a token's position, from tables.
-//
-// Constants: Element, Table (of cos and sin).
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 
 using Real = Accumulator<Element>;

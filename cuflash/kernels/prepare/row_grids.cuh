@@ -1,7 +1,5 @@
 // The grids on which the rows of a query tile sum dQ, if the sums are integers: see
 // sm90/integer_dq.cuh. Part of prepare/row_stats.cu.
-//
-// Constants: CAUSAL, WINDOW, DROPOUT, LANES, and those of integer_dq.cuh.
 #pragma once
 #include "common/mask.cuh"
 #include "prepare/delta.cuh"

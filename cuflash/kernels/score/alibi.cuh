@@ -5,10 +5,8 @@
 //
 // A packed sequence counts as a batch. The tokens outside all sequences see nothing, and have no
 // slopes to read: theirs is 0.
-//
-// Constants: Element, ALIBI, PACKED.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 
 template <class Real> struct Alibi {
     Real slope;

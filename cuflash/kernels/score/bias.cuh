@@ -1,8 +1,7 @@
 // Bias (BIAS): an array is added to the scores, x = x + bias[batch, head, query, key]. Axes along
 // which it is broadcast have stride 0. dbias.cuh has its gradient.
-//
-// Constants: BIAS, Bias (its element type).
 #pragma once
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 
 // 16-bit biases of eight keys.

@@ -3,10 +3,8 @@
 //
 // The sums are Accumulator<Element> in the shape that the user gave the bias, zeroed beforehand.
 // Without broadcasting each sum gets one pair; otherwise the order of additions is not fixed.
-//
-// Constants: Element, DBIAS.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 
 // One head's sums.
 struct BiasGradient {

@@ -1,11 +1,8 @@
 // How a JVP's directions are divided among blocks: consecutive groups of DIRECTIONS, which share
 // S, P and O. If the last group has fewer, a second launch computes its one direction. Where two O'
 // do not fit, the first direction is a launch of its own, and the others read its O.
-//
-// Constants: DIRECTIONS, 1 or 2; FIRST_DIRECTION, LAST_DIRECTION: the launch has the first or the
-// last direction alone; READS_OUT: it has all but the first one, and reads O.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 
 static_assert(DIRECTIONS == 1 || !(FIRST_DIRECTION || LAST_DIRECTION), "a direction alone");
 

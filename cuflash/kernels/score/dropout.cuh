@@ -3,10 +3,8 @@
 //
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, doi:10.1145/2063384.2063405): word key % 4 of the
 // counter (key / 4, query, head, batch) decides. A packed sequence counts as a batch.
-//
-// Constants: DROPOUT, PACKED.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 
 inline u32 high_word(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
 

@@ -1,7 +1,7 @@
 // What the options of a call (docs/guide/options.md) do to the scores of one head: modifications,
 // masks by pair, dropout.
 //
-// Constants: Arguments and the options. infinity(): sink.cuh.
+// infinity(): sink.cuh.
 #pragma once
 #include "score/dropout.cuh"
 #include "score/pair_mask.cuh"

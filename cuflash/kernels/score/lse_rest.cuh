@@ -7,8 +7,6 @@
 // where S and m are rounded as lse is, and their differences from lse are exact. Without a bias or
 // slopes the scores are as large as lse is: their own roundings are no smaller
 // (docs/guide/accuracy.md).
-//
-// Constants: Element, Arguments, PACKED, ALIBI, BIAS.
 #pragma once
 #include "common/packed_sequences.cuh"
 

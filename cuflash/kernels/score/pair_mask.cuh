@@ -3,8 +3,6 @@
 //
 // The ranges of ids that prepare/segment_ranges.cu computes (segment_ranges.cuh) answer for a whole
 // tile of pairs. A boolean mask may mask part of any tile.
-//
-// Constants: Arguments, SEGMENTS, HAS_MASK, BLOCK_Q, BLOCK_K.
 #pragma once
 #include "common/mask.cuh"
 #include "score/segment_ranges.cuh"

@@ -3,8 +3,6 @@
 // If DETERMINISTIC, key tiles add to a query tile's dQ in ascending order (dq_semaphore.cuh). Under
 // a causal mask or WINDOW a key tile's first query tile is one that the key tiles before it reach
 // later: it would wait for them. So each begins with its last query tile.
-//
-// Constants: CAUSAL, WINDOW, SEGMENTS, DETERMINISTIC.
 #pragma once
 #include "common/mask.cuh"
 #include "score/pair_mask.cuh"

@@ -7,8 +7,8 @@
 // Exceptions: the division that scores() shares among neighbours, the softcap's polynomials
 // (softcap.cuh), and ALiBi on tensor cores in sm90/forward.cu (alibi_mma.cuh).
 //
-// Constants: Element, SOFTCAP, ALIBI, BIAS. A call without SOFTCAP, ALIBI and BIAS has LINEAR
-// scores, scale S, which kernels may compute in other ways.
+// A call without SOFTCAP, ALIBI and BIAS has LINEAR scores, scale S, which kernels may compute in
+// other ways.
 #pragma once
 #include "score/alibi.cuh"
 #include "score/bias.cuh"

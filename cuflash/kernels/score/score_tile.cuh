@@ -1,7 +1,6 @@
 // A BLOCK_Q x BLOCK_K tile of scores, as backward kernels visit them: which (query, key) pairs are
 // visible, and how the options of a call (docs/guide/options.md) make scores and gradients of them.
 //
-// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, DETERMINISTIC; Arguments and the options.
 // infinity(): score_mod.cuh.
 #pragma once
 #include "score/dbias.cuh"

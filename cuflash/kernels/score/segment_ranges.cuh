@@ -1,9 +1,7 @@
 // The range of segment ids of each query tile and key tile (SEGMENTS), batch by batch.
 // prepare/segment_ranges.cu computes them.
-//
-// Constants: BLOCK_Q, BLOCK_K.
 #pragma once
-#include "common/types.cuh"
+#include "common/constants.cuh"
 
 inline bool disjoint(IdRange a, IdRange b) { return a.high < b.low || b.high < a.low; }
 

@@ -14,9 +14,8 @@
 // the rounding here (test_softcap.py). A warp chooses a formula by all the S that it holds, so
 // forward and backward may choose differently, and the scores of a pair then differ by the errors
 // of both.
-//
-// Constants: Element, SOFTCAP, LARGE_SOFTCAP (request/softcap.py).
 #pragma once
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 #include "common/upper_halves.cuh"
 

@@ -2,9 +2,8 @@
 // with the velocities Q', K', B' and s' (docs/guide/derivatives.md).
 //
 //     X' = scale (Q' K^T + Q K'^T),  W = g X' + B',  g = dx / d(scale S): score_mod.cuh
-//
-// Constants: Bias, BIAS_DOT, SINK_DOT, PACKED; Q_DOT, K_DOT: whether q and k move.
 #pragma once
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 
 constexpr bool SCORES_MOVE = Q_DOT || K_DOT || BIAS_DOT;

@@ -8,6 +8,7 @@
 // A row of a tile is one element longer than its columns, so that threads that read one column of
 // neighbouring rows meet no bank conflict.
 #pragma once
+#include "common/constants.cuh"
 #include "common/elements.cuh"
 #include "common/online_softmax.cuh"
 

@@ -13,8 +13,8 @@
 // computes S, P and O once (score/directions.cuh); that of the first one stores O and lse.
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
-// Constants: those of sm80/forward.cu and score/directions.cuh; Q_DOT, K_DOT, V_DOT, BIAS_DOT,
-// SINK_DOT: what moves.
+// Constants: those of sm80/forward.cu; DIRECTIONS, FIRST_DIRECTION, LAST_DIRECTION, READS_OUT;
+// Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     q_then_out, q_dot_then_out_dot  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2 each
 //     k, k_dot                        BLOCK_K * HEAD_DIM * 2 each

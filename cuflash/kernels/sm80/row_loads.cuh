@@ -1,6 +1,4 @@
 // One head's rows of an array, loaded in tiles by cp.async.
-//
-// Constants: THREADS, PADDED.
 #pragma once
 #include "common/smem.cuh"
 
