@@ -19,54 +19,10 @@ template <typename Element> using Accumulator = typename AccumulatorOf<Element>:
 // The argument structs, generated from cuflash/launch/structs.py; not a file of this folder.
 #include "common/arguments.cuh"
 
-// The arguments that all structs of a direction contain.
+// The arrays of a direction, which all its structs have.
 inline const ForwardArguments& arrays_of(const ForwardArguments& arguments) { return arguments; }
-inline const ForwardArguments& arrays_of(const ForwardOptionsArguments& arguments) {
-    return arguments.arrays;
-}
-inline const ForwardArguments& arrays_of(const ForwardWgmmaArguments& arguments) {
-    return arguments.arrays;
-}
-inline const ForwardArguments& arrays_of(const ForwardWgmmaOptionsArguments& arguments) {
-    return arguments.arrays;
-}
-inline const ForwardArguments& arrays_of(const ForwardSplitArguments& arguments) {
-    return arguments.arrays;
-}
-inline const ForwardArguments& arrays_of(const ForwardSplitOptionsArguments& arguments) {
-    return arguments.arrays;
-}
-inline const ForwardArguments& arrays_of(const ForwardKVCacheArguments& arguments) {
-    return arguments.arrays;
-}
-inline const ForwardArguments& arrays_of(const JvpArguments& arguments) { return arguments.arrays; }
-inline const ForwardArguments& arrays_of(const JvpOptionsArguments& arguments) {
-    return arguments.arrays;
-}
-inline const ForwardArguments& arrays_of(const JvpWgmmaArguments& arguments) {
-    return arguments.arrays;
-}
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
-inline const BackwardArguments& arrays_of(const BackwardPlainArguments& arguments) {
-    return arguments.arrays;
-}
-inline const BackwardArguments& arrays_of(const BackwardWgmmaArguments& arguments) {
-    return arguments.arrays;
-}
-inline const BackwardArguments& arrays_of(const BackwardOptionsArguments& arguments) {
-    return arguments.arrays;
-}
-inline const BackwardArguments& arrays_of(const BackwardWgmmaOptionsArguments& arguments) {
-    return arguments.arrays;
-}
-
-inline const BackwardArguments& arrays_of(const DoubleBackwardArguments& arguments) {
-    return arguments.arrays;
-}
-inline const BackwardArguments& arrays_of(const DoubleBackwardOptionsArguments& arguments) {
-    return arguments.arrays;
-}
-inline const BackwardArguments& arrays_of(const DoubleBackwardWgmmaArguments& arguments) {
+template <class Arguments> inline const auto& arrays_of(const Arguments& arguments) {
     return arguments.arrays;
 }
 
