@@ -54,12 +54,13 @@ class Recipe:
         What `reads` and `writes` name, in order, of such a mapping of a call,
         and of its results. None if there are no options or no tangents.
     ordered : callable
-        The struct's pointers in its order, of: null, the seed, the caches'
-        one length, and the addresses of `reads`, of `writes` and of buffers.
+        Puts in the order of the struct's pointers: null, the seed, the one
+        length of caches, the addresses of `reads`, of `writes` and of buffers.
     boxes : tuple of (int, Boxes)
         The indices of the pointers that have a TensorMap too.
     repeats : bool
-        Whether equal addresses mean equal arguments.
+        Whether arguments are kept by their addresses: no number among them,
+        a seed or a length, differs from call to call.
     """
 
     decided: Plan
