@@ -15,6 +15,7 @@ import pytest
 
 import cuflash
 from cuflash import emulator
+from cuflash.launch import attention
 from cuflash.launch import recipe as recipes
 from cuflash.launch.runner import Kernels
 from cuflash.request.validate.arrays import Arrays
@@ -87,6 +88,22 @@ def test_a_call_like_one_before_decides_nothing(call, rank):
     ):
         run(machine, call, **arguments(call, rank))
     assert not made and machine.launches == 2 * launches
+
+
+OF_A_LAUNCH = {"scale": 0.5}, {"causal": True}, {"return_lse": True}
+OF_MORE = {"window": (3, 1)}, {"softcap": 2.0}, {"num_splits": 2}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("given", [*OF_A_LAUNCH, *OF_MORE])
+def test_only_plain_calls_are_a_launch(arch, given):
+    """A struct that has more pointers is filled by the launcher."""
+    machine = Counting(arch)
+    call = validate.forward(**arguments("forward"), **given)
+    launched = attention.launched_forward(call.signature, machine, None)
+    assert bool(launched) is (given in OF_A_LAUNCH)
+    Kernels(machine).forward(call)
+    assert machine.launches
 
 
 @pytest.mark.parametrize("name", ["dlse", "dq", "dk", "dv"])
