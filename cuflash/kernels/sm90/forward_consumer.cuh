@@ -306,7 +306,7 @@ struct Consumer {
         return true;
     }
 
-    // No warp sync before V is released: lanes leave the scheduler barrier together and wait as one.
+    // V is released without a warp sync: lanes leave the scheduler barrier together, wait as one.
     // One that falls behind would have to miss a whole refill of the stage to wait for a wrong
     // phase: lane 0 releases nothing more before the next scheduler barrier, which waits for it.
     __device__ __forceinline__ void skip_tiles() {
