@@ -3,8 +3,8 @@
 The text consists of ``common/constants.cuh`` and the kernel's file, in this
 order. The first ``#include "folder/x.cuh"`` of a file of ``kernels/`` is
 replaced by the file; ``#line`` directives keep the original file and line in
-messages. Two files are generated: ``common/arguments.cuh`` by `launch.structs`,
-``common/plan_constants.cuh`` here. A kernel can include nothing from outside
+messages. `launch.structs` generates ``common/arguments.cuh``, this module
+``common/plan_constants.cuh``. A kernel can include nothing from outside
 ``kernels/``, so the binary depends on this text alone.
 """
 

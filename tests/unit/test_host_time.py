@@ -99,7 +99,7 @@ OF_MORE = {"window": (3, 1)}, {"softcap": 2.0}, {"num_splits": 2}
 def test_only_plain_calls_are_a_launch(arch, given):
     """A struct that has more pointers is filled by the launcher."""
     machine = Counting(arch)
-    call = validate.forward(**arguments("forward"), **given)
+    call = check("forward", **arguments("forward"), **given)
     launched = attention.launched_forward(call.signature, machine, None)
     assert bool(launched) is (given in OF_A_LAUNCH)
     Kernels(machine).forward(call)

@@ -6,7 +6,7 @@
 // mean of W, by weight, over the row's first tile of keys. So |W - r| is at most the difference of
 // two W of the row: what all keys share cancels before it is multiplied and rounded.
 //
-// infinity(), declared before, is the family's: softmax.cuh or simt.cuh.
+// infinity(), declared before: softmax.cuh.
 #pragma once
 
 // Whether a mean can be a reference. Where W or a sum of it is NaN or infinite, r is 0.

@@ -2,10 +2,9 @@
 // forward kernel ends with.
 //
 //     l' = l exp(m) + exp(sink),  O = acc exp(m) / l',  lse = log(l')
-//
-// infinity(), declared before, is the family's: softmax.cuh or simt.cuh.
 #pragma once
 #include "common/constants.cuh"
+#include "common/softmax.cuh"
 
 // lse = m + log(l) of a row with maximum m and sum l. l is 0, and lse -inf, if the row has no key
 // or only scores of -inf. A score past the largest number is inf, or becomes inf when exp2 takes it
