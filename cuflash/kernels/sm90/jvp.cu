@@ -44,9 +44,10 @@
 #include "common/row_flags.cuh"
 #include "common/scheduler.cuh"
 #include "score/directions.cuh"
+#include "sm90/consumer_constants.cuh"
 #include "sm90/forward_softmax.cuh"
-#include "sm90/jvp_weights.cuh"
 #include "sm90/score_mask.cuh"
+#include "sm90/jvp_weights.cuh"
 
 constexpr int SIGN = NEGATE_SCORES ? -1 : 1;
 constexpr bool SCORES_MOVE = Q_DOT || K_DOT;
