@@ -230,3 +230,25 @@ def sum_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(0 if size == 1 else stride)
         stride *= size
     return tuple(strides[::-1])
+
+
+def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether an array of a shape can be broadcast to the full shape."""
+    return len(shape) <= len(full) and all(
+        got in (1, size)
+        for got, size in zip(shape[::-1], full[::-1], strict=False)
+    )
+
+
+def broadcast_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], full: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Strides for the full shape: 0 along axes of length 1 or left out."""
+    missing = len(full) - len(shape)
+    kept = (
+        0 if size == 1 != wide else stride
+        for size, stride, wide in zip(
+            shape, strides, full[missing:], strict=True
+        )
+    )
+    return (0,) * missing + tuple(kept)

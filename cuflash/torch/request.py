@@ -18,7 +18,7 @@ from cuflash.launch import attention as execute
 from cuflash.request import options
 from cuflash.request.problem import Call, Signature, strip, strip_lse
 from cuflash.request.validate import attention as validate
-from cuflash.request.validate import host_values
+from cuflash.request.validate import host_values, scalars
 
 from .batched_grad import is_batched
 from .dtypes import from_numpy, to_numpy
@@ -71,7 +71,7 @@ class Request:
                     self.tensors[name] = given.pop(name).resolve_neg()
             if "seed" in given:
                 # Not part of the key: it differs from call to call.
-                _, self.seed = options.numbers_of({"seed": given["seed"]})
+                _, self.seed = scalars.numbers_of({"seed": given["seed"]})
                 given["seed"] = 0
             self.scalars = tuple(x for item in given.items() for x in item)
 

@@ -20,6 +20,9 @@ PLACES = {
     "request/options": ("the table",),
     "request/problem": ("a field for each",),
     "request/checks": ("one check each", "window softcap dropout seed"),
+    "request/fields": (
+        "of structs", "window softcap dropout max_seqlen_q max_seqlen_k",
+    ),
     "request/softcap": ("how its tanh is computed", "softcap dropout"),
     "api/types": ("type checkers read text",),
     "api/attention": ("overloads", "return_dbias return_dsink"),

@@ -267,5 +267,15 @@ def _is_lse(name: str) -> bool:
     return name.startswith(("lse", "dlse"))
 
 
+def check_integers(name: str, dtype: Any) -> None:
+    """Raise DTypeError unless an array holds integers."""
+    got = np.dtype(dtype)
+    if got.kind not in "iu":
+        raise DTypeError(
+            f"{name} has dtype {got.name}, expected an integer dtype: "
+            f"convert {name} to int32"
+        )
+
+
 def axes_in_words(count: int) -> str:
     return f"{count} axis" if count == 1 else f"{count} axes"

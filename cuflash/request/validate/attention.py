@@ -7,14 +7,7 @@ from typing import Any, Literal
 
 from cuflash.errors import UnsupportedError
 from cuflash.request import checks
-from cuflash.request.options import (
-    ARRAYS,
-    TABLE,
-    Numbers,
-    Sizes,
-    check,
-    numbers_of,
-)
+from cuflash.request.options import ARRAYS, TABLE
 from cuflash.request.problem import Call, Layout, Signature
 from cuflash.request.validate.arrays import (
     AXES,
@@ -25,10 +18,13 @@ from cuflash.request.validate.arrays import (
 from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.memory import check_apart
+from cuflash.request.validate.option_arrays import Sizes, check
 from cuflash.request.validate.scalars import (
+    Numbers,
     Scalars,
     bounds_that_mask,
     default_scale,
+    numbers_of,
     scalars_of,
     splits_of,
 )

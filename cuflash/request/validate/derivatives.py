@@ -14,7 +14,8 @@ import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.request import checks
-from cuflash.request.options import TABLE, broadcast_strides
+from cuflash.request.layouts import broadcast_strides
+from cuflash.request.options import ARRAYS, MOVED
 from cuflash.request.problem import Call, Layout, Signature, Tangents
 from cuflash.request.validate.arrays import in_full_rank
 from cuflash.request.validate.attention import signature_of, split_options
@@ -22,14 +23,10 @@ from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.scalars import scalars_of
 
-# What tangents move: q, k, v, and the options that have a gradient.
-_OPTIONS = tuple(
-    row.name.removeprefix("return_d") for row in TABLE if row.of_gradients
-)
-_MOVED = ("q", "k", "v", *_OPTIONS)
+_OPTIONS = tuple(x for x in MOVED if x in ARRAYS)
 # The argument names of tangents and cotangents, by what they move.
-TANGENTS = {x: f"{x}_dot" for x in _MOVED}
-COTANGENTS = {x: f"dd{x}" for x in _MOVED}
+TANGENTS = {x: f"{x}_dot" for x in MOVED}
+COTANGENTS = {x: f"dd{x}" for x in MOVED}
 
 
 def jvp(

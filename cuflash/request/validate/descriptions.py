@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.request.options import broadcast_strides
+from cuflash.request.layouts import broadcast_strides
 from cuflash.request.problem import ALIGNMENT, Layout
 
 # Typed, because 1 == 1.0 == True.

@@ -20,7 +20,7 @@ from cuflash.errors import (
     in_words,
 )
 from cuflash.request import checks
-from cuflash.request.options import TABLE, Numbers
+from cuflash.request.options import TABLE
 from cuflash.request.problem import Call, KVCache, Problem, Signature
 from cuflash.request.validate.attention import fields_of
 from cuflash.request.validate.descriptions import address, describe, remembered
@@ -34,19 +34,15 @@ from cuflash.request.validate.kvcache_arrays import (
 from cuflash.request.validate.memory import Memory, check_pairs, memory_of
 from cuflash.request.validate.rotary import rotary_of
 from cuflash.request.validate.scalars import (
+    Numbers,
     bounds_that_mask,
     default_scale,
     scale_of,
     splits_of,
 )
 
-# What checks the table's numbers that change scores: attention over caches
-# drops no pairs.
-_CHECKS = {
-    row.name: row.check
-    for row in TABLE
-    if row.check and row.flag and not row.needs and row.name != "dropout"
-}
+# What checks the table's numbers.
+_CHECKS = {x.name: x.check for x in TABLE if x.check and x.with_caches}
 # (given, needed, why): ValueRangeError for the first without the second.
 _PARTNERS = (
     ("k_new", "v_new", "a token has a key and a value"),

@@ -8,12 +8,14 @@ import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError
 from cuflash.request import checks
-from cuflash.request.options import (
-    broadcasts,
+from cuflash.request.layouts import broadcasts
+from cuflash.request.problem import Call, Layout, Rotary, Signature
+from cuflash.request.validate.arrays import (
+    AXES,
+    Arrays,
+    axes_in_words,
     check_integers,
 )
-from cuflash.request.problem import Call, Layout, Rotary, Signature
-from cuflash.request.validate.arrays import AXES, Arrays, axes_in_words
 from cuflash.request.validate.descriptions import (
     describe,
     layout_of,

@@ -1,12 +1,14 @@
-"""Numbers that calls share: scale, blocks, splits, precision, bounds."""
+"""Arguments that are no arrays: what calls share, and those of options."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from cuflash.errors import ValueRangeError, in_words
+from cuflash.errors import UnsupportedError, ValueRangeError, in_words
 from cuflash.request import checks
+from cuflash.request.options import BY_NAME, TABLE
 from cuflash.request.problem import MAX_SPLITS
 
 PRECISIONS = ("tf32x3",)
@@ -101,3 +103,60 @@ def bounds_that_mask(
         left = None if left is None or left >= seqlen_k - 1 else left
         right = None if right is None or right >= seqlen_q - 1 else right
     return causal, (left, right)
+
+
+Numbers = tuple[tuple[str, Any], ...]  # (name, value), hashable
+
+
+def numbers_of(given: Mapping[str, Any]) -> tuple[Numbers, int]:
+    """Check the options that are not arrays; return the seed separately.
+
+    Parameters
+    ----------
+    given : mapping of str to object
+        All options that the user passed.
+
+    Returns
+    -------
+    numbers : tuple of (str, object)
+        The options that are present, as fields of `Problem`.
+    seed : int
+    """
+    # return_dbias=False does not require bias. NumPy's False comes here too:
+    # it is not the default object.
+    gradients = {
+        option.name: option.check(option.name, given[option.name])
+        for option in TABLE
+        if option.of_gradients and option.check and option.name in given
+    }
+    _check_partners({n: x for n, x in given.items() if gradients.get(n, True)})
+    scalars = {}
+    for option in TABLE:
+        if option.check and option.name in given:
+            value = option.check(option.name, given[option.name])
+            if value != option.nothing:
+                scalars[option.name] = value
+    seed = scalars.pop("seed", None)
+    if seed is None and "dropout" in scalars:
+        raise ValueRangeError(
+            "seed is None, expected an int because dropout is given: forward "
+            "and backward must drop the same pairs"
+        )
+    return tuple(scalars.items()), seed or 0
+
+
+def _check_partners(given: Mapping[str, Any]) -> None:
+    """Check the options that require or exclude one another."""
+    for name in given:
+        for needed in BY_NAME[name].needs:
+            checks.check_partner(
+                name, needed, given, "neither has an effect alone"
+            )
+    for name in given:
+        for other in BY_NAME[name].not_with:
+            if other in given:
+                raise UnsupportedError(
+                    f"{name} is given with {other}, expected one of "
+                    "them: packed sequences do not support bias, mask or "
+                    "segment ids"
+                )
