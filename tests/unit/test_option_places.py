@@ -5,6 +5,8 @@ Identifiers, keywords and strings count; comments and docstrings do not.
 
 from pathlib import Path
 
+import pytest
+
 import cuflash
 from cuflash.request import options
 from helpers.python_text import words_of
@@ -28,10 +30,29 @@ PLACES = {
     "api/attention": ("overloads", "return_dbias return_dsink"),
     "api/vjp": ("arguments of its own", "return_dbias return_dsink"),
     "api/kvcache": ("packs queries alone", "cu_seqlens_q max_seqlen_q"),
-    "api/foreign_names": ("what others call ours",),
+    "api/foreign_names": (
+        "what others call ours",
+        "bias cu_seqlens_q cu_seqlens_k dropout mask window",
+    ),
     # Values that the host reads, and rules between arguments.
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
-    "request/validate": ("rules between arguments",),
+    "request/validate/attention": (
+        "bounds, packing, a shape, a seed",
+        "bias cu_seqlens cu_seqlens_q seed window",
+    ),
+    "request/validate/host_values": (
+        "offsets are checked",
+        "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+    ),
+    "request/validate/kvcache": (
+        "bounds, packed queries", "cu_seqlens_q max_seqlen_q window",
+    ),
+    "request/validate/option_arrays": (
+        "packing, advice on dtypes", "bias cu_seqlens_q mask",
+    ),
+    "request/validate/scalars": (
+        "a seed of dropout, bounds", "dropout seed window",
+    ),
     # Decisions that were measured for one option.
     "plans/tiles": ("tuned tiles", "window segment_ids"),
     "plans/plan": (
@@ -44,8 +65,26 @@ PLACES = {
         "memory, registers", "alibi_slopes bias mask segment_ids window",
     ),
     # What runs.
-    "launch": ("what structs hold, what is returned",),
-    "backends/numpy": ("the equations",),
+    "launch/attention": (
+        "what is returned",
+        "bias cu_seqlens_q cu_seqlens_k max_seqlen_q return_dbias return_dsink"
+        " sink",
+    ),
+    "launch/derivatives": ("what is returned", "return_dbias return_dsink"),
+    "launch/directions": (
+        "arrays by name", "alibi_slopes bias cu_seqlens_q seed sink",
+    ),
+    "launch/kvcache": ("packed queries", "cu_seqlens_q"),
+    "launch/parts": ("a seed that changes", "seed"),
+    "launch/recipe": ("a seed that changes", "dropout seed"),
+    "launch/run": ("a seed that changes", "seed"),
+    "launch/structs": ("its terms", "softcap"),
+    "backends/numpy": (
+        "the equations",
+        "alibi_slopes bias cu_seqlens cu_seqlens_q cu_seqlens_k dropout mask"
+        " max_seqlen_q max_seqlen_k seed segment_ids_q segment_ids_k sink"
+        " softcap window",
+    ),
     # Other meanings of a word.
     "__init__": ("builders", "cu_seqlens segment_ids"),
     "api/builders": ("builders", "cu_seqlens segment_ids mask"),
@@ -66,17 +105,16 @@ def place_of(module):
     return max(found, key=len, default="")
 
 
-def named_outside(module):
-    """Return the options that a module names though it may not."""
-    _, *some = PLACES.get(place_of(module), ("", ""))
-    may = set(some[0].split()) if some else NAMES
-    return (NAMES & words_of(MODULES[module].read_text())) - may
+def named_in(place):
+    """Return the options that the modules of a place name."""
+    texts = [f.read_text() for x, f in MODULES.items() if place_of(x) == place]
+    return NAMES & set().union(*map(words_of, texts))
 
 
-def test_options_are_named_in_their_places():
-    found = {module: named_outside(module) for module in MODULES}
-    assert {module: names for module, names in found.items() if names} == {}
-
-
-def test_places_exist():
-    assert set(PLACES) <= {place_of(module) for module in MODULES}
+@pytest.mark.parametrize("place", ["", *PLACES])
+def test_a_place_names_the_options_listed(place):
+    """No others, and each of them; "" is all that is outside the places."""
+    _, *some = PLACES.get(place, ("", ""))
+    found = named_in(place)
+    assert found == set(some[0].split() if some else found)
+    assert found or not place
