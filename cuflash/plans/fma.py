@@ -5,15 +5,17 @@ from __future__ import annotations
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
+from .in_one import forward_in_one, gradients_in_one
 from .kernel import Device, Maker, Plan
 from .rounding import round_up
 from .steps import (
     ROWS_PAD,
-    backward_in_one,
-    forward_in_one,
+    gradient_constants,
     is_linear,
     kept_and_summed,
+    main_kernel,
     option_constants,
+    tangent_constants,
 )
 
 # kernels/fma/fma.cuh: the layout of a warp's lanes over a matmul's result.
@@ -101,12 +103,22 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     return kept_and_summed(tile, d, dv) + 4 * rows <= REGISTERS
 
 
-def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    return backward_in_one(
-        problem, device, tile, "fma",
-        head_dims(problem), _backward_shared(problem, tile),
-        *option_constants(problem),
+def gradients(
+    problem: Problem, device: Device, tile: Tile, shared: int
+) -> Plan:
+    """The plan of a backward or a double backward."""
+    main = main_kernel(
+        problem, tile, "fma", head_dims(problem), shared,
+        *gradient_constants(problem, tile),
+        *option_constants(problem), *tangent_constants(problem),
     )  # fmt: skip
+    return gradients_in_one(
+        problem, device, tile, "fma", head_dims(problem), main
+    )
+
+
+def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    return gradients(problem, device, tile, _backward_shared(problem, tile))
 
 
 FORWARD = Maker(_forward, _forward_shared, _forward_fits)

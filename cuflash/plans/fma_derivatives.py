@@ -12,30 +12,19 @@ from .fma import (
     LANE_ROWS,
     REGISTERS,
     WEIGHTS_PAD,
+    gradients,
     head_dims,
     shares_evenly,
 )
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .in_one import jvp_in_one
+from .kernel import Device, KernelPlan, Maker, Plan
 from .steps import (
     ROWS_PAD,
     DirectionGroups,
-    count_tiles,
-    delta_buffer,
-    delta_dot_buffer,
-    double_delta_launch,
-    element_bytes,
-    gradient_constants,
-    gradients_of_rows,
     is_linear,
-    jvp_in_one,
-    lse_rest_buffers,
-    lse_rest_launches,
+    main_kernel,
     num_directions,
-    option_buffers,
     option_constants,
-    option_launches,
-    sections,
-    semaphore_buffers,
     tangent_constants,
 )
 
@@ -45,38 +34,6 @@ _WEIGHT_KEYS = 16
 # Registers, of 255, for the same in a double backward, which needs more of
 # them for addresses and statistics of rows.
 _SECOND_REGISTERS = 176
-
-
-def _kernel(
-    name: str,
-    problem: Problem,
-    tile: Tile,
-    shared: int,
-    *own: tuple[str, int | bool | str],
-) -> KernelPlan:
-    """A kernel ``fma/<name>.cu`` with `own` constants and those of all."""
-    d, dv = head_dims(problem)
-    return KernelPlan(
-        file=f"fma/{name}.cu",
-        entry=f"{name}_fma",
-        constants=(
-            ("Element", "float"),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("CAUSAL", problem.causal),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_WARPS", tile.num_warps),
-            ("BLOCKS_PER_SM", tile.blocks_per_sm),
-            ("SHARED_BYTES", shared),
-            *own,
-            *option_constants(problem),
-            *tangent_constants(problem),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-        ptxas_level=tile.ptxas_level,
-    )
 
 
 def _jvp_shared(problem: Problem, tile: Tile) -> int:
@@ -101,20 +58,19 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
+    dims = head_dims(problem)
+
     def kernel_of(group: DirectionGroups) -> KernelPlan:
-        return _kernel(
-            "jvp",
-            problem,
-            tile,
-            _jvp_shared(problem, replace(tile, directions=group.directions)),
+        of_group = replace(tile, directions=group.directions)
+        return main_kernel(
+            problem, tile, "fma", dims, _jvp_shared(problem, of_group),
             ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
             ("WEIGHT_KEYS", _WEIGHT_KEYS),
             *group.constants,
-        )
+            *option_constants(problem), *tangent_constants(problem),
+        )  # fmt: skip
 
-    return jvp_in_one(
-        problem, device, tile, "fma", head_dims(problem), kernel_of
-    )
+    return jvp_in_one(problem, device, tile, "fma", dims, kernel_of)
 
 
 def _double_backward_shared(problem: Problem, tile: Tile) -> int:
@@ -140,54 +96,8 @@ def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    kernel = _kernel(
-        "double_backward",
-        problem,
-        tile,
-        _double_backward_shared(problem, tile),
-        *gradient_constants(problem, tile),
-    )
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    pairs = problem.batch * problem.num_heads_kv
-    d, dv = head_dims(problem)
-    columns = 3 * d + dv  # of q, ddq, d2q and dout
-    shared_by_head = (
-        problem.group_size
-        * problem.seqlen_q
-        * columns
-        * element_bytes(problem)
-    )
-    return Plan(
-        problem,
-        "fma",
-        tile,
-        (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
-            double_delta_launch(problem, tile.block_q, adds_to_dq=True),
-            Launch(kernel, k_tiles * pairs),
-            *gradients_of_rows(problem, tile),
-        ),
-        **sections(
-            problem,
-            device,
-            kernel,
-            problem.num_heads_kv,
-            shared_by_head,
-            pairs,
-            k_tiles,
-        ),
-        workspace=(
-            *option_buffers(problem, tile),
-            *lse_rest_buffers(problem),
-            delta_buffer(problem),
-            delta_dot_buffer(problem),
-            *semaphore_buffers(
-                problem, q_tiles * problem.batch * problem.num_heads_q
-            ),
-        ),
-    )
+    shared = _double_backward_shared(problem, tile)
+    return gradients(problem, device, tile, shared)
 
 
 JVP = Maker(_jvp, _jvp_shared, _jvp_fits)

@@ -7,27 +7,22 @@ from dataclasses import replace
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
-from .kernel import Device, Launch, Maker, Plan
-from .mma8 import REGISTERS, chunk, family_of, head_dims, shares_evenly
+from .in_one import gradients_in_one, jvp_in_one
+from .kernel import Device, Maker, Plan
+from .mma8 import (
+    REGISTERS,
+    chunk,
+    family_of,
+    gradients_kernel,
+    head_dims,
+    shares_evenly,
+)
 from .rounding import round_up
 from .steps import (
     ROWS_PAD,
-    count_tiles,
-    delta_buffer,
-    delta_dot_buffer,
-    double_delta_launch,
     element_bytes,
-    gradient_constants,
-    gradients_of_rows,
-    lse_rest_buffers,
-    lse_rest_launches,
     main_kernel,
-    num_directions,
-    option_buffers,
     option_constants,
-    option_launches,
-    sections,
-    semaphore_buffers,
     tangent_constants,
 )
 
@@ -66,39 +61,15 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    dims = head_dims(problem)
+    family, dims = family_of(problem), head_dims(problem)
     kernel = main_kernel(
-        problem, tile, family_of(problem), dims, _jvp_shared(problem, tile),
+        problem, tile, family, dims, _jvp_shared(problem, tile),
         *option_constants(problem), *tangent_constants(problem),
     )  # fmt: skip
-    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    pairs = problem.batch * problem.num_heads_q * num_directions(problem)
-    # k, v and their tangents
-    bytes_of_keys = 2 * problem.seqlen_k * sum(dims) * element_bytes(problem)
-    return Plan(
-        problem,
-        family_of(problem),
-        tile,
-        (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
-            Launch(kernel, tiles * pairs),
-        ),
-        workspace=(
-            *option_buffers(problem, tile),
-            *lse_rest_buffers(problem),
-        ),
-        **sections(
-            problem,
-            device,
-            kernel,
-            problem.num_heads_q,
-            bytes_of_keys // problem.group_size,
-            pairs,
-            tiles,
-        ),
+    return jvp_in_one(
+        problem, device, tile, family, dims, lambda _: kernel,
         after_forward=True,
-    )
+    )  # fmt: skip
 
 
 def _warp_roles(tile: Tile) -> int:
@@ -168,53 +139,16 @@ def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = dims = head_dims(problem)
-    kernel = main_kernel(
-        problem, tile, family_of(problem), dims,
-        _double_backward_shared(problem, tile),
-        *gradient_constants(problem, tile), *option_constants(problem),
-        *tangent_constants(problem), ("WARP_ROLES", _warp_roles(tile)),
-    )  # fmt: skip
+    shared = _double_backward_shared(problem, tile)
+    kernel = gradients_kernel(problem, tile, shared, _warp_roles(tile))
     if _warp_roles(tile) == 2:
         kernel = replace(
             kernel,
             file="mma8/double_backward_roles.cu",
             entry="double_backward_roles",
         )
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    pairs = problem.batch * problem.num_heads_kv
-    columns = 3 * d + dv  # of q, its cotangent, d2q and dout
-    bytes_of_rows = problem.seqlen_q * columns * element_bytes(problem)
-    return Plan(
-        problem,
-        family_of(problem),
-        tile,
-        (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
-            double_delta_launch(problem, tile.block_q, adds_to_dq=True),
-            Launch(kernel, k_tiles * pairs),
-            *gradients_of_rows(problem, tile),
-        ),
-        **sections(
-            problem,
-            device,
-            kernel,
-            problem.num_heads_kv,
-            problem.group_size * bytes_of_rows,
-            pairs,
-            k_tiles,
-        ),
-        workspace=(
-            *option_buffers(problem, tile),
-            *lse_rest_buffers(problem),
-            delta_buffer(problem),
-            delta_dot_buffer(problem),
-            *semaphore_buffers(
-                problem, q_tiles * problem.batch * problem.num_heads_q
-            ),
-        ),
+    return gradients_in_one(
+        problem, device, tile, family_of(problem), head_dims(problem), kernel
     )
 
 

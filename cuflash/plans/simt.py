@@ -9,15 +9,17 @@ from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import round_up
 from .steps import (
     count_tiles,
-    delta_buffer,
+    delta_buffers,
     delta_launch,
     element,
     gradients_of_rows,
     lse_rest_buffers,
     lse_rest_launches,
+    num_directions,
     option_buffers,
     option_constants,
     option_launches,
+    tangent_constants,
 )
 
 
@@ -79,20 +81,17 @@ REGISTERS = 128
 
 
 def kernel_of(
-    file: str,
-    entry: str,
-    problem: Problem,
-    tile: Tile,
-    rows: int,
-    shared: int,
-    *own: tuple[str, bool],
-    kind: str = "",
-) -> KernelPlan:
-    """A simt kernel, with `own` constants and the `kind` of struct."""
+    problem: Problem, tile: Tile, rows: int, shared: int,
+    part: str = "", *own: tuple[str, bool], kind: str = "",
+) -> KernelPlan:  # fmt: skip
+    """A simt kernel of the problem's direction, or one `part` of it.
+
+    With `own` constants, and the `kind` of struct.
+    """
     _, d, dv = sizes(problem, tile, rows)
     return KernelPlan(
-        file=file,
-        entry=entry,
+        file=f"simt/{problem.direction}{part}.cu",
+        entry=f"{problem.direction}_simt{part}",
         constants=(
             ("Element", element(problem)),
             ("HEAD_DIM", d),
@@ -104,23 +103,19 @@ def kernel_of(
             ("SHARED_BYTES", shared),
             *option_constants(problem, kind),
             *own,
+            *tangent_constants(problem),
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
     )
 
 
-def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    kernel = kernel_of(
-        "simt/forward.cu",
-        "forward_simt",
-        problem,
-        tile,
-        tile.block_q,
-        _forward_shared(problem, tile),
-    )
+def by_queries(problem: Problem, tile: Tile, kernel: KernelPlan) -> Plan:
+    """A block per query tile, and per direction of a JVP."""
     blocks = count_tiles(problem, problem.seqlen_q, tile.block_q)
     blocks *= problem.batch * problem.num_heads_q
+    if problem.tangents is not None:
+        blocks *= num_directions(problem)
     return Plan(
         problem,
         "simt",
@@ -130,23 +125,10 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
-def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    dkdv = kernel_of(
-        "simt/backward_dkdv.cu",
-        "backward_simt_dkdv",
-        problem,
-        tile,
-        tile.block_k,
-        _dkdv_shared(problem, tile),
-    )
-    dq = kernel_of(
-        "simt/backward_dq.cu",
-        "backward_simt_dq",
-        problem,
-        tile,
-        tile.block_q,
-        _dq_shared(problem, tile),
-    )
+def gradients(
+    problem: Problem, tile: Tile, dkdv: KernelPlan, dq: KernelPlan
+) -> Plan:
+    """The plan of a backward or a double backward, by two kernels."""
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     return Plan(
@@ -164,9 +146,22 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         workspace=(
             *option_buffers(problem, tile),
             *lse_rest_buffers(problem),
-            delta_buffer(problem),
+            *delta_buffers(problem),
         ),
     )
+
+
+def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    shared = _forward_shared(problem, tile)
+    kernel = kernel_of(problem, tile, tile.block_q, shared)
+    return by_queries(problem, tile, kernel)
+
+
+def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    shared = _dkdv_shared(problem, tile), _dq_shared(problem, tile)
+    dkdv = kernel_of(problem, tile, tile.block_k, shared[0], "_dkdv")
+    dq = kernel_of(problem, tile, tile.block_q, shared[1], "_dq")
+    return gradients(problem, tile, dkdv, dq)
 
 
 FORWARD = Maker(_forward, _forward_shared, fits)

@@ -6,20 +6,7 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
-from .simt import REGISTERS, fits, kernel_of, sizes
-from .steps import (
-    count_tiles,
-    delta_buffer,
-    delta_dot_buffer,
-    double_delta_launch,
-    gradients_of_rows,
-    lse_rest_buffers,
-    lse_rest_launches,
-    num_directions,
-    option_buffers,
-    option_launches,
-    tangent_constants,
-)
+from .simt import REGISTERS, by_queries, fits, gradients, kernel_of, sizes
 
 
 def _jvp_shared(problem: Problem, tile: Tile) -> int:
@@ -48,29 +35,13 @@ def recompute_launch(kernel: KernelPlan, tiles: int, device: Device) -> Launch:
 def jvp_kernel(problem: Problem, tile: Tile, kind: str = "") -> KernelPlan:
     """The kernel of a JVP; with a `kind` of struct, of flagged rows."""
     return kernel_of(
-        "simt/jvp.cu",
-        "jvp_simt",
-        problem,
-        tile,
-        tile.block_q,
-        _jvp_shared(problem, tile),
-        ("ONLY_FLAGGED", bool(kind)),
-        *tangent_constants(problem),
-        kind=kind,
-    )
+        problem, tile, tile.block_q, _jvp_shared(problem, tile), "",
+        ("ONLY_FLAGGED", bool(kind)), kind=kind,
+    )  # fmt: skip
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    kernel = jvp_kernel(problem, tile)
-    blocks = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    blocks *= problem.batch * problem.num_heads_q * num_directions(problem)
-    return Plan(
-        problem,
-        "simt",
-        tile,
-        (*option_launches(problem, tile), Launch(kernel, blocks)),
-        workspace=option_buffers(problem, tile),
-    )
+    return by_queries(problem, tile, jvp_kernel(problem, tile))
 
 
 def _dkdv_shared(problem: Problem, tile: Tile) -> int:
@@ -100,54 +71,20 @@ def double_backward_kernels(
     problem: Problem, tile: Tile, kind: str = ""
 ) -> tuple[KernelPlan, KernelPlan]:
     """Those of d2k and d2v, and of d2q; with a `kind`, of flagged tiles."""
+    flagged = ("ONLY_FLAGGED", bool(kind))
     dkdv = kernel_of(
-        "simt/double_backward_dkdv.cu",
-        "double_backward_simt_dkdv",
-        problem,
-        tile,
-        tile.block_k,
-        _dkdv_shared(problem, tile),
-        ("ONLY_FLAGGED", bool(kind)),
-        *tangent_constants(problem),
-        kind=kind,
-    )
+        problem, tile, tile.block_k, _dkdv_shared(problem, tile), "_dkdv",
+        flagged, kind=kind,
+    )  # fmt: skip
     dq = kernel_of(
-        "simt/double_backward_dq.cu",
-        "double_backward_simt_dq",
-        problem,
-        tile,
-        tile.block_q,
-        _dq_shared(problem, tile),
-        ("ONLY_FLAGGED", bool(kind)),
-        *tangent_constants(problem),
-        kind=kind,
-    )
+        problem, tile, tile.block_q, _dq_shared(problem, tile), "_dq",
+        flagged, kind=kind,
+    )  # fmt: skip
     return dkdv, dq
 
 
 def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    dkdv, dq = double_backward_kernels(problem, tile)
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    return Plan(
-        problem,
-        "simt",
-        tile,
-        (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
-            double_delta_launch(problem, tile.block_q),
-            Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
-            Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
-            *gradients_of_rows(problem, tile),
-        ),
-        workspace=(
-            *option_buffers(problem, tile),
-            *lse_rest_buffers(problem),
-            delta_buffer(problem),
-            delta_dot_buffer(problem),
-        ),
-    )
+    return gradients(problem, tile, *double_backward_kernels(problem, tile))
 
 
 JVP = Maker(_jvp, _jvp_shared, _jvp_fits)

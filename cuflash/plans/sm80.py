@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
-from .kernel import Device, Launch, Maker, Plan
+from .in_one import forward_in_one, gradients_in_one
+from .kernel import Device, Maker, Plan
 from .rounding import round_up
 from .steps import (
-    count_tiles,
-    delta_buffer,
-    delta_launch,
-    forward_in_one,
     gradient_constants,
-    gradients_of_rows,
     is_linear,
     kept_and_summed,
-    lse_rest_buffers,
-    lse_rest_launches,
     main_kernel,
-    option_buffers,
     option_constants,
-    option_launches,
     padded_head_dims,
-    rounding_launch,
     run_tiles,
-    sections,
-    semaphore_buffers,
+    tangent_constants,
     tile_bytes,
 )
 
@@ -118,49 +107,23 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     return kept_and_summed(tile, d, dv) <= ACCUMULATOR_REGISTERS
 
 
-def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+def gradients(
+    problem: Problem, device: Device, tile: Tile, shared: int
+) -> Plan:
+    """The plan of a backward or a double backward."""
     d, dv = padded_head_dims(problem)
-    shared = _backward_shared(problem, tile)
     main = main_kernel(
         problem, tile, "sm80", (d, dv), shared,
         ("PADDED", padded(problem, d, dv)),
         ("NUM_STAGES", tile.num_stages),
         *gradient_constants(problem, tile),
-        *option_constants(problem),
+        *option_constants(problem), *tangent_constants(problem),
     )  # fmt: skip
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    q_pairs = problem.batch * problem.num_heads_q
-    kv_pairs = problem.batch * problem.num_heads_kv
-    shared_by_head = (
-        problem.group_size * problem.seqlen_q * (6 * d + 2 * dv)
-    )  # q and dout have 2 bytes per element, the sums of dq 4
-    return Plan(
-        problem,
-        "sm80",
-        tile,
-        (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
-            delta_launch(problem, tile.block_q, d),
-            Launch(main, k_tiles * kv_pairs),
-            rounding_launch(
-                problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps
-            ),
-            *gradients_of_rows(problem, tile),
-        ),
-        **sections(
-            problem, device, main, problem.num_heads_kv, shared_by_head,
-            kv_pairs, k_tiles,
-        ),
-        workspace=(
-            *option_buffers(problem, tile),
-            *lse_rest_buffers(problem),
-            delta_buffer(problem),
-            workspace.dq_sum(q_tiles * tile.block_q * d * q_pairs),
-            *semaphore_buffers(problem, q_tiles * q_pairs),
-        ),
-    )  # fmt: skip
+    return gradients_in_one(problem, device, tile, "sm80", (d, dv), main)
+
+
+def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    return gradients(problem, device, tile, _backward_shared(problem, tile))
 
 
 FORWARD = Maker(_forward, _forward_shared, _forward_fits)

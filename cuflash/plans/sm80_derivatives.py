@@ -4,40 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
 from cuflash.request.options import acts
 from cuflash.request.problem import Problem
 
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .in_one import jvp_in_one
+from .kernel import Device, KernelPlan, Maker, Plan
 from .rounding import round_up
 from .sm80 import (
     ACCUMULATOR_REGISTERS,
+    gradients,
     padded,
     shares_gradients,
     shares_rows,
 )
 from .steps import (
     DirectionGroups,
-    count_tiles,
-    delta_buffer,
-    delta_dot_buffer,
-    double_delta_launch,
-    gradient_constants,
-    gradients_of_rows,
     is_linear,
-    jvp_in_one,
-    lse_rest_buffers,
-    lse_rest_launches,
     main_kernel,
     num_directions,
-    option_buffers,
     option_constants,
-    option_launches,
     padded_head_dims,
-    rounding_launch,
-    sections,
-    semaphore_buffers,
     tangent_constants,
     tile_bytes,
 )
@@ -47,24 +34,6 @@ from .steps import (
 _REGISTERS_OF_PAIRS = 160
 
 _REGISTERS_OF_SM, _REGISTERS_OF_THREAD = 64 * 1024, 255
-
-
-def _main_kernel(
-    problem: Problem, tile: Tile, shared: int, *own: tuple[str, int | bool]
-) -> KernelPlan:
-    """The kernel of the problem's direction, with `own` constants."""
-    d, dv = padded_head_dims(problem)
-    return main_kernel(
-        problem,
-        tile,
-        "sm80",
-        (d, dv),
-        shared,
-        ("PADDED", padded(problem, d, dv)),
-        *own,
-        *option_constants(problem),
-        *tangent_constants(problem),
-    )
 
 
 def _jvp_shared(problem: Problem, tile: Tile) -> int:
@@ -89,18 +58,19 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = dims = padded_head_dims(problem)
+
     def kernel_of(group: DirectionGroups) -> KernelPlan:
-        return _main_kernel(
-            problem,
-            tile,
-            _jvp_shared(problem, replace(tile, directions=group.directions)),
+        of_group = replace(tile, directions=group.directions)
+        return main_kernel(
+            problem, tile, "sm80", dims, _jvp_shared(problem, of_group),
+            ("PADDED", padded(problem, d, dv)),
             ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
             *group.constants,
-        )
+            *option_constants(problem), *tangent_constants(problem),
+        )  # fmt: skip
 
-    return jvp_in_one(
-        problem, device, tile, "sm80", padded_head_dims(problem), kernel_of
-    )
+    return jvp_in_one(problem, device, tile, "sm80", dims, kernel_of)
 
 
 def _double_backward_shared(problem: Problem, tile: Tile) -> int:
@@ -132,52 +102,8 @@ def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = padded_head_dims(problem)
-    main = _main_kernel(
-        problem,
-        tile,
-        _double_backward_shared(problem, tile),
-        ("NUM_STAGES", tile.num_stages),
-        *gradient_constants(problem, tile),
-    )
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    pairs = problem.batch * problem.num_heads_kv
-    q_pairs = problem.batch * problem.num_heads_q
-    # q, its cotangent and dout have 2 bytes per element, the sums of dq 4.
-    shared_by_head = problem.group_size * problem.seqlen_q * (8 * d + 2 * dv)
-    return Plan(
-        problem,
-        "sm80",
-        tile,
-        (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
-            double_delta_launch(problem, tile.block_q, d),
-            Launch(main, k_tiles * pairs),
-            rounding_launch(
-                problem, tile, (d, dv), q_tiles * q_pairs, tile.num_warps
-            ),
-            *gradients_of_rows(problem, tile),
-        ),
-        **sections(
-            problem,
-            device,
-            main,
-            problem.num_heads_kv,
-            shared_by_head,
-            pairs,
-            k_tiles,
-        ),
-        workspace=(
-            *option_buffers(problem, tile),
-            *lse_rest_buffers(problem),
-            delta_buffer(problem),
-            delta_dot_buffer(problem),
-            workspace.dq_sum(q_tiles * tile.block_q * d * q_pairs),
-            *semaphore_buffers(problem, q_tiles * q_pairs),
-        ),
-    )
+    shared = _double_backward_shared(problem, tile)
+    return gradients(problem, device, tile, shared)
 
 
 JVP = Maker(_jvp, _jvp_shared, _jvp_fits)

@@ -18,8 +18,7 @@ from .sm90 import (
 from .steps import (
     ROW_THREADS,
     count_tiles,
-    delta_buffer,
-    delta_dot_buffer,
+    delta_buffers,
     heads_per_section,
     last_section,
     option_constants,
@@ -190,8 +189,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads_per_section=heads,
         last_section=last,
         workspace=(
-            delta_buffer(problem),
-            delta_dot_buffer(problem),
+            *delta_buffers(problem),
             workspace.second_query_rows(q_tiles, _rows_bytes(tile)),
             workspace.dq_sum(q_tiles * tile.block_q * d),
             workspace.ints("tile_counter", 1),

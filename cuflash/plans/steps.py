@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 from cuflash.plans import workspace
@@ -130,7 +129,8 @@ def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
 def tangent_constants(problem: Problem) -> tuple[tuple[str, bool], ...]:
     """The constants of a kernel with tangents: which inputs move."""
     tangents = problem.tangents
-    assert tangents is not None
+    if tangents is None:
+        return ()
     moving = tangents.of if tangents.count else ()
     return tuple((f"{x.upper()}_DOT", x in moving) for x in options.MOVED)
 
@@ -267,13 +267,17 @@ ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 def delta_launch(
     problem: Problem, block_q: int, dq_columns: int, adds_to_dq: bool = False
 ) -> Launch:
-    """Computes delta, and zeroes what the main kernel adds to."""
-    chunk = 1 if problem.dtype in ("float32", "float64") else 8
-    chunks = ceil_div(problem.head_dim_v, chunk)
+    """Computes delta, and zeroes what the main kernel adds to.
+
+    Before a double backward it computes delta_dot too.
+    """
+    again = problem.direction == "double_backward"
+    by_element = again or problem.dtype in ("float32", "float64")
+    chunks = ceil_div(problem.head_dim_v, 1 if by_element else 8)
     lanes = min(1 << (chunks - 1).bit_length(), 32)
     kernel = KernelPlan(
-        file="prepare/delta.cu",
-        entry="backward_delta",
+        file=f"prepare/{'double_' * again}delta.cu",
+        entry=f"{problem.direction}_delta",
         constants=(
             ("Element", element(problem)),
             ("NUM_THREADS", ROW_THREADS),
@@ -283,34 +287,6 @@ def delta_launch(
             ("ADDS_TO_DQ", adds_to_dq),
             ("DLSE", problem.dlse),
             arguments(problem, _with_dlse(problem)),
-            packed(problem),
-        ),
-        threads=ROW_THREADS,
-        shared_bytes=0,
-    )
-    return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
-
-
-def double_delta_launch(
-    problem: Problem,
-    block_q: int,
-    dq_columns: int = 0,
-    adds_to_dq: bool = False,
-) -> Launch:
-    """Computes delta and delta_dot; zeroes what the main kernel adds to."""
-    lanes = min(1 << (problem.head_dim_v - 1).bit_length(), 32)
-    kernel = KernelPlan(
-        file="prepare/double_delta.cu",
-        entry="double_backward_delta",
-        constants=(
-            ("Element", element(problem)),
-            ("NUM_THREADS", ROW_THREADS),
-            ("LANES", lanes),
-            ("BLOCK_Q", block_q),
-            ("DQ_COLUMNS", dq_columns),
-            ("ADDS_TO_DQ", adds_to_dq),
-            ("DLSE", problem.dlse),
-            arguments(problem),
             packed(problem),
         ),
         threads=ROW_THREADS,
@@ -438,12 +414,13 @@ def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
     return ()
 
 
-def delta_buffer(problem: Problem) -> Buffer:
-    return workspace.delta(num_rows(problem), _lse_bytes(problem))
-
-
-def delta_dot_buffer(problem: Problem) -> Buffer:
-    return workspace.delta_dot(num_rows(problem), _lse_bytes(problem))
+def delta_buffers(problem: Problem) -> tuple[Buffer, ...]:
+    """What `delta_launch` writes."""
+    rows, itemsize = num_rows(problem), _lse_bytes(problem)
+    delta = workspace.delta(rows, itemsize)
+    if problem.direction != "double_backward":
+        return (delta,)
+    return delta, workspace.delta_dot(rows, itemsize)
 
 
 def _lse_bytes(problem: Problem) -> int:
@@ -605,121 +582,6 @@ def gradient_constants(
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("GRADIENT_WARPS_K", tile.gradient_warps_k),
     )
-
-
-def forward_in_one(
-    problem: Problem,
-    device: Device,
-    tile: Tile,
-    family: FamilyName,
-    head_dims: tuple[int, int],
-    shared: int,
-    *own: tuple[str, int | bool | str],
-) -> Plan:
-    """One kernel, one block per query tile; `own` are its own constants."""
-    kernel = main_kernel(problem, tile, family, head_dims, shared, *own)
-    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    pairs = problem.batch * problem.num_heads_q
-    columns = sum(head_dims)  # of k and v
-    bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
-    return Plan(
-        problem,
-        family,
-        tile,
-        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
-        workspace=option_buffers(problem, tile),
-        **sections(
-            problem, device, kernel, problem.num_heads_q,
-            bytes_of_keys // problem.group_size, pairs, tiles,
-        ),
-    )  # fmt: skip
-
-
-def jvp_in_one(
-    problem: Problem,
-    device: Device,
-    tile: Tile,
-    family: FamilyName,
-    head_dims: tuple[int, int],
-    kernel_of: Callable[[DirectionGroups], KernelPlan],
-) -> Plan:
-    """A block per query tile and group of directions."""
-    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    heads = problem.batch * problem.num_heads_q
-    launches = [
-        Launch(kernel_of(group), tiles * heads * group.groups)
-        for group in direction_groups(problem, tile)
-    ]
-    # Columns of k, v and their tangents.
-    columns = (1 + tile.directions) * sum(head_dims)
-    bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
-    return Plan(
-        problem,
-        family,
-        tile,
-        (*option_launches(problem, tile), *launches),
-        workspace=option_buffers(problem, tile),
-        **sections(
-            problem,
-            device,
-            launches[0].kernel,
-            problem.num_heads_q,
-            bytes_of_keys // problem.group_size,
-            heads * (num_directions(problem) // tile.directions),
-            tiles,
-        ),
-    )
-
-
-def backward_in_one(
-    problem: Problem,
-    device: Device,
-    tile: Tile,
-    family: FamilyName,
-    head_dims: tuple[int, int],
-    shared: int,
-    *own: tuple[str, int | bool | str],
-) -> Plan:
-    """The delta kernel, then one kernel that adds to dq itself."""
-    d, dv = head_dims
-    main = main_kernel(
-        problem, tile, family, head_dims, shared,
-        *gradient_constants(problem, tile), *own,
-    )  # fmt: skip
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    pairs = problem.batch * problem.num_heads_kv
-    columns = 2 * d + dv  # of q, dq and dout
-    shared_by_head = (
-        problem.group_size
-        * problem.seqlen_q
-        * columns
-        * element_bytes(problem)
-    )
-    return Plan(
-        problem,
-        family,
-        tile,
-        (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
-            delta_launch(problem, tile.block_q, 0, adds_to_dq=True),
-            Launch(main, k_tiles * pairs),
-            *gradients_of_rows(problem, tile),
-        ),
-        **sections(
-            problem, device, main, problem.num_heads_kv, shared_by_head,
-            pairs, k_tiles,
-        ),
-        workspace=(
-            *option_buffers(problem, tile),
-            *lse_rest_buffers(problem),
-            delta_buffer(problem),
-            *semaphore_buffers(
-                problem, q_tiles * problem.batch * problem.num_heads_q
-            ),
-        ),
-    )  # fmt: skip
 
 
 def merge_plan(problem: Problem) -> Plan:
