@@ -32,8 +32,12 @@ from cuflash.launch.shapes import (
 from cuflash.plans.plan import FamilyName
 from cuflash.plans.record import Family
 from cuflash.plans.steps import num_directions
-from cuflash.request import layouts
+from cuflash.request import layouts, options
 from cuflash.request.problem import Call, Layout, Signature
+
+_NO_GRADIENTS: dict[str, Any] = {
+    x.name: x.default for x in options.TABLE if x.of_gradients
+}
 
 
 def jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
@@ -84,7 +88,7 @@ def _run_jvp(call: Call, backend: Backend, results: dict[str, Any]) -> None:
 def double_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a double_backward call: d2q, d2k, d2v and ddout in full rank.
 
-    Then d2bias, d2sink and ddlse if wanted.
+    Then those of options, and ddlse, if wanted.
     """
     signature = call.signature
     p, dtype = signature.problem, signature.layouts["q"].dtype
@@ -172,10 +176,9 @@ def _signature_of_jvp(
         block_q=None,
         block_k=None,
         deterministic=False,
-        return_dbias=False,
-        return_dsink=False,
         return_ddlse=False,
         dlse=False,
+        **_NO_GRADIENTS,
     )
     given = {name: signature.layouts[name] for name in names}
     return replace(signature, problem=problem, layouts=given, return_lse=True)

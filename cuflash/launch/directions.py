@@ -63,8 +63,8 @@ _OF_GRADIENTS = (
 )  # fmt: skip
 _SPLIT = "split_out", "split_lse"
 _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse"
-_GRADIENTS = "dq", "dk", "dv", "dbias", "dsink"
-_TANGENTS = tuple(f"{x}_dot" for x in ("q", "k", "v", "bias", "sink"))
+_GRADIENTS = tuple(f"d{x}" for x in options.MOVED)
+_TANGENTS = tuple(f"{x}_dot" for x in options.MOVED)
 _OF_OTHERS = range(MOST_OTHERS)
 
 DIRECTIONS = {
@@ -91,8 +91,9 @@ DIRECTIONS = {
     ),
     "kvcache": Direction(
         (
-            "q_given", "q", "k", "v", "k_new", "v_new", "alibi_slopes",
-            "sink", "cache_seqlens", "page_table", "cache_batch_idx",
+            "q_given", "q", "k", "v", "k_new", "v_new",
+            *(x for x in options.KVCACHE if x in options.ARRAYS),
+            "cache_seqlens", "page_table", "cache_batch_idx",
             "cache_leftpad", "cu_seqlens_q", "k_scale", "v_scale",
             "rotary_cos", "rotary_sin",
         ),

@@ -24,7 +24,7 @@ class Kernels:
         return attention.forward(call, self.backend)
 
     def backward(self, call: Call) -> tuple[Any, ...]:
-        """dq, dk, dv in full rank; dbias and dsink if wanted."""
+        """dq, dk, dv in full rank; those of options if wanted."""
         return attention.backward(call, self.backend)
 
     def merge_states(self, call: Call) -> tuple[Any, Any]:
@@ -49,5 +49,5 @@ class Kernels:
             self._finish()
 
     def double_backward(self, call: Call) -> tuple[Any, ...]:
-        """d2q, d2k, d2v, ddout; d2bias, d2sink, ddlse if wanted."""
+        """d2q, d2k, d2v, ddout; of options, and ddlse, if wanted."""
         return derivatives.double_backward(call, self.backend)

@@ -70,10 +70,7 @@ PLACES = {
         "bias cu_seqlens_q cu_seqlens_k max_seqlen_q return_dbias return_dsink"
         " sink",
     ),
-    "launch/derivatives": ("what is returned", "return_dbias return_dsink"),
-    "launch/directions": (
-        "arrays by name", "alibi_slopes bias cu_seqlens_q seed sink",
-    ),
+    "launch/directions": ("pointers of its own", "cu_seqlens_q seed"),
     "launch/kvcache": ("packed queries", "cu_seqlens_q"),
     "launch/parts": ("a seed that changes", "seed"),
     "launch/recipe": ("a seed that changes", "dropout seed"),

@@ -151,7 +151,7 @@ class Sums:
 
     def finish(self, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return O' and b: with the sink's term, and less (b - r) O."""
-        self.b += self.sink * (sink_moves(self.motion) - self.r)
+        self.b += self.sink * (_moves_before_keys(self.motion) - self.r)
         self.acc -= self.b[..., None] * out
         self.b += self.r
         return self.acc, self.b
@@ -193,7 +193,7 @@ class Shift(NamedTuple):
 # The gradients of a sink ----------------------------------------------------
 
 
-class SinkGradient:
+class GradientOfRows:
     """Of backward: the sink's gradient, if there is a sink."""
 
     def __init__(
@@ -218,7 +218,7 @@ class SinkGradient:
         return {"sink": sink_gradient(self.sink, self.lse, self.delta)}
 
 
-def add_second_sink_gradient(
+def add_second_gradient_of_rows(
     sums: Arrays,
     motion: Motion,
     shift: Shift,
@@ -227,12 +227,12 @@ def add_second_sink_gradient(
 ) -> None:
     """Add the terms of some queries, -P_s (D dds + E), if there is a sink."""
     if "sink" in sums:
-        e += delta * sink_moves(motion)
-        part = -(sink_weight(motion.scores, shift) * e).sum(axis=-1)
+        e += delta * _moves_before_keys(motion)
+        part = -(weight_before_keys(motion.scores, shift) * e).sum(axis=-1)
         sums["sink"] += reduce_to_shape(part, sums["sink"].shape)
 
 
-def sink_weight(scores: Scores, shift: Shift) -> np.ndarray | float:
+def weight_before_keys(scores: Scores, shift: Shift) -> np.ndarray | float:
     """Return the sink's weight in each row; 0 if it is -inf, or none."""
     sink = scores.options.sink
     if sink is None:
@@ -244,7 +244,7 @@ def sink_weight(scores: Scores, shift: Shift) -> np.ndarray | float:
     return np.where(there, np.exp(s), 0).astype(shift.shift.dtype)
 
 
-def sink_moves(motion: Motion) -> np.ndarray | float:
+def _moves_before_keys(motion: Motion) -> np.ndarray | float:
     """Return the sink's tangent, for all rows; 0 without one."""
     sink = motion.own.get("sink")
     return 0.0 if sink is None else sink[..., None]

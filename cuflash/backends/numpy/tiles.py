@@ -27,12 +27,12 @@ from cuflash.backends.numpy.scores import (
     transposed,
 )
 from cuflash.backends.numpy.softmax import (
+    GradientOfRows,
     Shift,
-    SinkGradient,
     Sums,
-    add_second_sink_gradient,
+    add_second_gradient_of_rows,
     attend,
-    sink_weight,
+    weight_before_keys,
 )
 from cuflash.backends.numpy.tangents import Motion
 from cuflash.reference.options import Tile
@@ -82,19 +82,19 @@ def backward(
     delta = _delta(dout, out, dlse)
     found = {"q": _zeros(q), "k": _zeros(k), "v": _zeros(v)}
     found |= zeros_of_logits(options)
-    of_sink = SinkGradient(options, lse, delta)
+    of_rows = GradientOfRows(options, lse, delta)
     for scores, tiles in steps(q, k, **options):
         v_transposed = transposed(of_heads(v, scores.heads))
         sums = _of_heads(found, scores)
         for place in tiles:
             at = (*scores.heads, place)
             shift = Shift.of(scores, place, lse[at])
-            of_sink.correct(at, shift)
+            of_rows.correct(at, shift)
             rows = _Rows(place, dout[at], delta[at], shift)
             _differentiate(scores, rows, v_transposed, found["q"][at], sums)
     for name in ("q", "k"):
         found[name] *= options["scale"]
-    return found | of_sink.finish()
+    return found | of_rows.finish()
 
 
 def double_backward(
@@ -198,7 +198,7 @@ def _first_pass(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return ddO and b of some queries."""
     scores, motion = values.scores, values.motion
-    weight = sink_weight(scores, rows.shift)
+    weight = weight_before_keys(scores, rows.shift)
     sums = Sums(motion, weight, np.zeros_like(out))
     for tile, visible in scores.tiles(rows.place):
         s, cap = scores.of(tile, visible)
@@ -226,7 +226,7 @@ def _second_pass(
     q = scores.q[..., rows.place, :]
     moved = np.einsum("...c,...c->...", rows.dout, ddout)
     e = moved - b * rows.delta
-    add_second_sink_gradient(sums, motion, rows.shift, rows.delta, e)
+    add_second_gradient_of_rows(sums, motion, rows.shift, rows.delta, e)
     for tile, visible in scores.tiles(rows.place):
         s, cap = scores.of(tile, visible, bends=True)
         p = rows.shift.weights(s)
