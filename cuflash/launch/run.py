@@ -63,7 +63,7 @@ class LaunchedForward:
 
     def __init__(self, signature: Signature, recipe: Recipe) -> None:
         p = signature.problem
-        self.recipe = recipe
+        self.recipe, self.loaded = recipe, recipe.loaded
         self.kind = recipe.template.kind
         self.out = out_shape_of(p), signature.layouts["q"].dtype
         lse = lse_shape_of(p), p.lse_dtype
@@ -73,7 +73,6 @@ class LaunchedForward:
         self, inputs: tuple[Any, Any, Any], backend: Backend
     ) -> tuple[Any, Any]:
         """out in full rank and, if wanted, lse; of q, k and v."""
-        recipe = self.recipe
         with backend.current():
             out = backend.empty(*self.out)
             lse = backend.empty(*self.lse) if self.lse else None
@@ -81,8 +80,9 @@ class LaunchedForward:
                 *backend.address(inputs),
                 *backend.address((out, lse), written=True),
             )
-            arguments = _arguments(recipe, backend.tensor_map, addresses)
-            backend.launch(recipe.loaded, arguments, self.kind)
+            encode = backend.tensor_map
+            arguments = _arguments(self.recipe, encode, addresses)
+            backend.launch(self.loaded, arguments, self.kind)
         return out, lse
 
 
