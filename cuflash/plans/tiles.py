@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -111,31 +112,28 @@ def _sm90_backward() -> Iterator[Tile]:
                    ptxas_level=3)  # fmt: skip
 
 
-def _sm80_forward() -> Iterator[Tile]:
-    for q, k, warps in product((128, 64, 32), (128, 64, 32, 16), (4, 8, 2)):
-        yield Tile(q, k, warps)
+_Sizes = tuple[int, ...]
 
 
-def _sm80_jvp() -> Iterator[Tile]:
-    for q, k, warps, together in product(
-        (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2)
-    ):
-        yield Tile(q, k, warps, directions=together)
+def _rows(
+    q: _Sizes, k: _Sizes, warps: _Sizes, directions: _Sizes = (1,),
+    ptxas_level: int = 3,
+) -> Iterator[Tile]:  # fmt: skip
+    """Warps share the rows of queries; blocks may share directions."""
+    for rows, keys, count, together in product(q, k, warps, directions):
+        yield Tile(rows, keys, count, ptxas_level=ptxas_level,
+                   directions=together)  # fmt: skip
 
 
-def _sm80_backward() -> Iterator[Tile]:
-    for q, k, warps, stages in product(
-        (128, 64, 32), (128, 64, 32), (8, 4), (2, 1)
-    ):
-        for down, down_k in product((4, 2, 8, 1), repeat=2):
-            if max(down, down_k) <= warps:
-                yield Tile(q, k, warps, 1, stages, down, down_k)
-
-
-def _sm80_double_backward() -> Iterator[Tile]:
-    for q, k, warps, stages in product((64, 32), (64, 32), (8, 4), (2, 1)):
-        for down, down_k in product((4, 2, 1), repeat=2):
-            yield Tile(q, k, warps, 1, stages, down, down_k)
+def _gradients(
+    q: _Sizes, k: _Sizes, warps: _Sizes, down: _Sizes, down_k: _Sizes,
+    stages: _Sizes = (1,), ptxas_level: int = 3,
+) -> Iterator[Tile]:  # fmt: skip
+    """`down` of the warps lie along queries of scores, `down_k` along keys."""
+    for tile in product(q, k, warps, (1,), stages, down, down_k):
+        _, _, count, *_, along_q, along_k = tile
+        if max(along_q, along_k) <= count:
+            yield Tile(*tile, ptxas_level=ptxas_level)
 
 
 def _decode() -> Iterator[Tile]:
@@ -150,112 +148,77 @@ def _decode_simt() -> Iterator[Tile]:
         yield Tile(q, keys * warps, warps, ptxas_level=3)
 
 
-def _fma_forward() -> Iterator[Tile]:
-    for q, k, warps in product((128, 64, 32, 16), (64, 48, 32, 16), (4, 8, 2)):
-        yield Tile(q, k, warps, ptxas_level=3)
-
-
-def _fma_jvp() -> Iterator[Tile]:
-    for q, k, warps, together in product(
-        (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2), (1, 2)
-    ):
-        yield Tile(q, k, warps, ptxas_level=3, directions=together)
-
-
-def _fma_gradients() -> Iterator[Tile]:
-    for q, k, warps, down, down_k in product(
-        (128, 112, 96, 64, 32, 16),
-        (64, 32, 16),
-        (8, 4),
-        (4, 2, 8, 1),
-        (2, 4, 1),
-    ):
-        if max(down, down_k) <= warps:
-            yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
-
-
-def _mma8_queries() -> Iterator[Tile]:
-    # Forward of float64, and jvp of float64 and float32.
-    for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)):
-        yield Tile(q, k, warps, ptxas_level=3)
-
-
-def _float64_backward() -> Iterator[Tile]:
-    for q, k, warps, down, down_k in product(
-        (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
-    ):
-        yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
-
-
-def _mma8_double_backward() -> Iterator[Tile]:
-    for q, k, warps, down, down_k in product(
-        (64, 32, 16), (64, 32, 16), (8, 4, 2), (4, 2, 1), (4, 2, 1)
-    ):
-        if max(down, down_k) <= warps:
-            yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
+def _simt() -> Iterator[Tile]:
+    for q, k in product((32, 16, 8, 4), repeat=2):
+        yield Tile(q, k, num_warps=4)
 
 
 def _float64_double_backward() -> Iterator[Tile]:
     yield from _mma8_double_backward()
     # Half of the warps compute scores, half gradients.
-    for q, k, warps, down, down_k in product(
-        (32, 16), (64, 32, 16), (8, 4), (2, 1), (2, 1)
-    ):
-        yield Tile(q, k, warps, 1, 2, down, down_k, ptxas_level=3)
+    yield from _gradients(
+        (32, 16), (64, 32, 16), (8, 4), (2, 1), (2, 1), stages=(2,)
+    )
 
 
-def _float32_forward() -> Iterator[Tile]:
-    for q, k, warps in product((128, 64, 32, 16), (64, 32, 16), (4, 8, 2, 1)):
-        yield Tile(q, k, warps, ptxas_level=3)
-
-
-def _float32_backward() -> Iterator[Tile]:
-    for q, k, warps, down, down_k in product(
-        (128, 64, 32, 16),
-        (128, 64, 32, 16),
-        (8, 4, 2),
-        (4, 2, 8, 1),
-        (4, 2, 8, 1),
-    ):
-        if max(down, down_k) <= warps:
-            yield Tile(q, k, warps, 1, 1, down, down_k, ptxas_level=3)
-
-
-def _simt() -> Iterator[Tile]:
-    for q, k in product((32, 16, 8, 4), repeat=2):
-        yield Tile(q, k, num_warps=4)
-
+_fma_gradients = partial(
+    _gradients, (128, 112, 96, 64, 32, 16), (64, 32, 16), (8, 4),
+    (4, 2, 8, 1), (2, 4, 1),
+)  # fmt: skip
+_mma8_rows = partial(_rows, (128, 64, 32, 16), (64, 32, 16))
+_mma8_double_backward = partial(
+    _gradients, (64, 32, 16), (64, 32, 16), (8, 4, 2), (4, 2, 1), (4, 2, 1)
+)
 
 _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ("sm90", "forward"): _sm90_forward,
     ("sm90", "jvp"): _sm90_jvp,
     ("sm90", "double_backward"): _sm90_double_backward,
     ("sm90", "backward"): _sm90_backward,
-    ("sm80", "forward"): _sm80_forward,
-    ("sm80", "jvp"): _sm80_jvp,
-    ("sm80", "backward"): _sm80_backward,
-    ("sm80", "double_backward"): _sm80_double_backward,
+    ("sm80", "forward"): partial(
+        _rows, (128, 64, 32), (128, 64, 32, 16), (4, 8, 2), ptxas_level=1
+    ),
+    ("sm80", "jvp"): partial(
+        _rows, (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2), ptxas_level=1
+    ),
+    ("sm80", "backward"): partial(
+        _gradients, (128, 64, 32), (128, 64, 32), (8, 4), (4, 2, 8, 1),
+        (4, 2, 8, 1), (2, 1), ptxas_level=1,
+    ),
+    ("sm80", "double_backward"): partial(
+        _gradients, (64, 32), (64, 32), (8, 4), (4, 2, 1), (4, 2, 1), (2, 1),
+        ptxas_level=1,
+    ),
     ("decode", "forward"): _decode,
     ("decode", "kvcache"): _decode,
     ("decode_simt", "forward"): _decode_simt,
     ("decode_simt", "kvcache"): _decode_simt,
-    ("fma", "forward"): _fma_forward,
-    ("fma", "jvp"): _fma_jvp,
+    ("fma", "forward"): partial(
+        _rows, (128, 64, 32, 16), (64, 48, 32, 16), (4, 8, 2)
+    ),
+    ("fma", "jvp"): partial(
+        _rows, (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2), (1, 2)
+    ),
     ("fma", "backward"): _fma_gradients,
     ("fma", "double_backward"): _fma_gradients,
-    ("mma8_float64", "forward"): _mma8_queries,
-    ("mma8_float64", "jvp"): _mma8_queries,
-    ("mma8_float64", "backward"): _float64_backward,
+    ("mma8_float64", "forward"): partial(_mma8_rows, (8, 4, 2, 1)),
+    ("mma8_float64", "jvp"): partial(_mma8_rows, (8, 4, 2, 1)),
+    ("mma8_float64", "backward"): partial(
+        _gradients, (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
+    ),
     ("mma8_float64", "double_backward"): _float64_double_backward,
-    ("mma8_float32", "forward"): _float32_forward,
-    ("mma8_float32", "jvp"): _mma8_queries,
-    ("mma8_float32", "backward"): _float32_backward,
+    ("mma8_float32", "forward"): partial(_mma8_rows, (4, 8, 2, 1)),
+    ("mma8_float32", "jvp"): partial(_mma8_rows, (8, 4, 2, 1)),
+    ("mma8_float32", "backward"): partial(
+        _gradients, (128, 64, 32, 16), (128, 64, 32, 16), (8, 4, 2),
+        (4, 2, 8, 1), (4, 2, 8, 1),
+    ),
     ("mma8_float32", "double_backward"): _mma8_double_backward,
     ("simt", "forward"): _simt,
     ("simt", "backward"): _simt,
     ("simt", "jvp"): _simt,
     ("simt", "double_backward"): _simt,
-}
+}  # fmt: skip
 
 
 # Variants of any tile; some kernels ignore them.
