@@ -9,6 +9,7 @@ import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError, type_name
 from cuflash.request import checks
+from cuflash.request.validate.arrays import DTYPES
 
 __all__ = ["cu_seqlens", "rotary_tables", "segment_ids"]
 
@@ -163,12 +164,7 @@ def rotary_tables(
     base = checks.real("base", base)
     if base <= 0:
         raise ValueRangeError(f"base is {base}, expected more than 0")
-    if np.dtype(dtype).name not in (
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-    ):
+    if np.dtype(dtype).name not in DTYPES:
         raise DTypeError(
             f"dtype is {np.dtype(dtype).name}, expected float32, float64 or "
             "the dtype of the arrays to rotate"

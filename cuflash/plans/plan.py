@@ -268,26 +268,15 @@ def _length_of_pairs(total: int, count: int, longest: int | None) -> int:
 
 def default_plans(device: Device) -> list[Plan]:
     """The plans compiled at import, which most calls need."""
-    plans = []
-    for direction in ("forward", "backward"):
-        for dtype in ("float16", "bfloat16"):
-            for head_dim in (64, 128):
-                for causal in (False, True):
-                    # Length and load determine the tile: 2048 tokens, and
-                    # enough tiles to fill any GPU.
-                    problem = Problem(
-                        direction,
-                        dtype,
-                        8,
-                        2048,
-                        2048,
-                        16,
-                        16,
-                        head_dim,
-                        head_dim,
-                        head_dim**-0.5,
-                        causal,
-                    )
-                    if device.capability >= 80:
-                        plans.append(plan(problem, device))
-    return plans
+    if device.capability < 80:
+        return []
+    # Length and load determine the tile: 2048 tokens, and enough tiles to
+    # fill any GPU.
+    sizes = 8, 2048, 2048, 16, 16
+    return [
+        plan(Problem(direction, dtype, *sizes, d, d, d**-0.5, causal), device)
+        for direction in ("forward", "backward")
+        for dtype in ("float16", "bfloat16")
+        for d in (64, 128)
+        for causal in (False, True)
+    ]
