@@ -29,7 +29,7 @@ of_queries = pytest.mark.parametrize("seqlen_q", LENGTHS)
 
 def of_kernels(problem):
     """Return the window in a struct, which has a bound for each dropped."""
-    fields = options._window(Signature(problem, 4, {}))
+    fields = fields_of_options.window(Signature(problem, 4, {}))
     return fields["window_left"], fields["window_right"]
 
 
