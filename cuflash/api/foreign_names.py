@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from cuflash.request import options as table
 
-__all__ = ["TABLE", "our_names", "split_options", "unexpected"]
+__all__ = ["TABLE", "our_names", "refuse", "split_options", "unexpected"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -91,7 +91,10 @@ _UNNAMED: dict[str, int] = {}  # how many of them need no name
 
 
 def our_names(
-    call: str, options: tuple[str, ...] = (), array: str = "Any"
+    call: str,
+    options: tuple[str, ...] = (),
+    array: str = "Any",
+    like: Callable[..., Any] | None = None,
 ) -> Callable[[_Function], _Function]:
     """A decorator for a public call with ``*positional`` and ``**options``.
 
@@ -108,20 +111,31 @@ def our_names(
         The names in the option table that it takes as ``**options``.
     array : str
         The type of an array option.
+    like : callable, optional
+        A call whose keywords this one takes as ``**options``, in place of
+        options of the table. Those that both have are this call's own.
     """
 
     def register(function: _Function) -> _Function:
         signature = inspect.signature(function)
         hidden = "positional", "unknown", "options"
-        own = signature.parameters.values()
-        known = [x for x in own if x.name not in hidden]
-        known += [_parameter(x, array) for x in options]
-        _PARAMETERS[call] = tuple(x.name for x in known)
-        _OPTIONS[call] = frozenset(options)
+        own = {
+            name: x
+            for name, x in signature.parameters.items()
+            if name not in hidden
+        }
+        first, taken = own, {x: _parameter(x, array) for x in options}
+        if like is not None:  # in its order
+            first = {x: y for x, y in own.items() if y.kind != y.KEYWORD_ONLY}
+            taken = _keywords(like, array)
+        known = first | taken | own
+        _PARAMETERS[call] = tuple(known)
+        _OPTIONS[call] = frozenset(taken.keys() - own.keys())
         _UNNAMED[call] = sum(
-            x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for x in known
+            x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            for x in known.values()
         )
-        shown = signature.replace(parameters=known)
+        shown = signature.replace(parameters=[*known.values()])
         function.__signature__ = shown  # type: ignore[attr-defined]
         function.__annotations__.pop("options", None)
         function.__doc__ = _with_names(function.__doc__ or "", options)
@@ -138,6 +152,17 @@ def _parameter(name: str, array: str) -> inspect.Parameter:
         default=option.default,
         annotation=option.hint or array,
     )
+
+
+def _keywords(
+    like: Callable[..., Any], array: str
+) -> dict[str, inspect.Parameter]:
+    """The keywords of a call, for arrays of another type."""
+    return {
+        name: x.replace(annotation=array) if x.annotation == "Any" else x
+        for name, x in inspect.signature(like).parameters.items()
+        if x.kind is x.KEYWORD_ONLY
+    }
 
 
 def _with_names(text: str, options: tuple[str, ...]) -> str:
@@ -163,11 +188,18 @@ def split_options(
     TypeError
         See `unexpected`.
     """
+    refuse(call, given, positional)
+    return table.split(given)
+
+
+def refuse(
+    call: str, given: Mapping[str, Any], positional: tuple[Any, ...] = ()
+) -> None:
+    """Raise `unexpected` for ``**options`` that a call does not have."""
     known = _OPTIONS[call]
     if positional or not known.issuperset(given):
         unknown = {x: given[x] for x in given if x not in known}
         raise unexpected(call, unknown, positional)
-    return table.split(given)
 
 
 def unexpected(

@@ -324,7 +324,8 @@ INDICES = frozenset(
 )  # fmt: skip
 
 # What has tangents and gradients, in the order of `Problem.tangents`.
-MOVED = ("q", "k", "v", *(x.name for x in TABLE if x.moves))
+DIFFERENTIABLE = tuple(x.name for x in TABLE if x.moves)
+MOVED = ("q", "k", "v", *DIFFERENTIABLE)
 
 # The options of calls: of `forward` and what it gives `jvp` and others, of
 # `backward`, of `forward_kvcache`.
@@ -378,6 +379,12 @@ def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
         *((row.flag, row.is_in(problem)) for row in TABLE if row.flag),
         ("LARGE_SOFTCAP", large),
     )
+
+
+def is_as_lse(name: str) -> bool:
+    """Whether an option is an array that has lse's dtype and no other."""
+    array = BY_NAME[name].array
+    return array is not None and array.dtypes == ("lse",)
 
 
 def as_read(signature: Signature) -> dict[str, Layout]:

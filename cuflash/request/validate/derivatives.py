@@ -15,7 +15,7 @@ import numpy as np
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.request import checks
 from cuflash.request.layouts import broadcast_strides
-from cuflash.request.options import ARRAYS, MOVED
+from cuflash.request.options import DIFFERENTIABLE, MOVED
 from cuflash.request.problem import Call, Layout, Signature, Tangents
 from cuflash.request.validate.arrays import in_full_rank
 from cuflash.request.validate.attention import signature_of, split_options
@@ -23,7 +23,6 @@ from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.scalars import scalars_of
 
-_OPTIONS = tuple(x for x in MOVED if x in ARRAYS)
 # The argument names of tangents and cotangents, by what they move.
 TANGENTS = {x: f"{x}_dot" for x in MOVED}
 COTANGENTS = {x: f"dd{x}" for x in MOVED}
@@ -88,7 +87,7 @@ def double_backward(
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
-    flags = {x: others.pop(f"return_d2{x}", False) for x in _OPTIONS}
+    flags = {x: others.pop(f"return_d2{x}", False) for x in DIFFERENTIABLE}
     moved, options = _tangents_of(others, COTANGENTS)
     wanted = {
         f"return_d{x}": _wanted(x, flag, options) for x, flag in flags.items()
@@ -113,7 +112,7 @@ def _tangents_of(
     """Split arguments: tangents by what they move, and options."""
     options = {x: y for x, y in others.items() if x not in names.values()}
     moved = {x: others[name] for x, name in names.items() if name in others}
-    for what in _OPTIONS:
+    for what in DIFFERENTIABLE:
         if what in moved:
             _check_there(names[what], what, options)
     return moved, options
