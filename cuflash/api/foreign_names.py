@@ -130,7 +130,8 @@ def our_names(
             taken = _keywords(like, array)
         known = first | taken | own
         _PARAMETERS[call] = tuple(known)
-        _OPTIONS[call] = frozenset(taken.keys() - own.keys())
+        passed = [x for x in taken if x not in own]
+        _OPTIONS[call] = frozenset(passed)
         _UNNAMED[call] = sum(
             x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
             for x in known.values()
@@ -138,7 +139,7 @@ def our_names(
         shown = signature.replace(parameters=[*known.values()])
         function.__signature__ = shown  # type: ignore[attr-defined]
         function.__annotations__.pop("options", None)
-        function.__doc__ = _with_names(function.__doc__ or "", options)
+        function.__doc__ = _with_names(function.__doc__ or "", passed)
         return function
 
     return register
@@ -165,13 +166,14 @@ def _keywords(
     }
 
 
-def _with_names(text: str, options: tuple[str, ...]) -> str:
-    """A docstring whose entry ``..., **options`` names those of `forward`."""
+def _with_names(text: str, options: list[str]) -> str:
+    """A docstring whose entry ``..., **options`` names all but gradients."""
     before, mark, after = text.partition(", **options\n")
     if not mark:
         return text
     before, _, entry = before.rpartition("\n")
-    names = [x for x in options if not table.BY_NAME[x].of_gradients]
+    gradients = {x.name for x in table.TABLE if x.of_gradients}
+    names = [x for x in options if x not in gradients]
     entry = textwrap.fill(
         ", ".join([entry, *names]), 79, subsequent_indent="    "
     )

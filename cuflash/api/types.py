@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import jax
     import torch
 
+    from cuflash import distributed
+
 
 class SupportsDLPack(Protocol):
     """An array that others read by DLPack: CuPy's, torch's, JAX's."""
@@ -47,9 +49,10 @@ Integers: TypeAlias = int | np.integer[Any]
 
 
 if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
-    # An option's array, and its seed.
+    # An option's array, its seed, a number of tokens.
     A = TypeVar("A")
     S = TypeVar("S")
+    N = TypeVar("N")
 
     class CacheOptionsOf(TypedDict, Generic[A], total=False):
         """The rows of the option table that `forward_kvcache` has."""
@@ -122,24 +125,47 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
     ):
         """The keywords of `cuflash.jax.attention`, but for return_lse."""
 
-    class KVCacheOptions(CacheOptionsOf[Array], Scaled, total=False):
-        """The keywords of `forward_kvcache`, but for return_lse."""
+    class KVCacheOptionsOf(
+        CacheOptionsOf[A], Scaled, Generic[A, N], total=False
+    ):
+        """The keywords of calls over caches, but for return_lse."""
 
-        k_new: Array | None
-        v_new: Array | None
-        cache_seqlens: Integers | Array | None
-        page_table: Array | None
-        cache_batch_idx: Array | None
-        cache_leftpad: Array | None
-        cu_seqlens_q: Array | None
+        k_new: A | None
+        v_new: A | None
+        cache_seqlens: N | A | None
+        page_table: A | None
+        cache_batch_idx: A | None
+        cache_leftpad: A | None
+        cu_seqlens_q: A | None
         max_seqlen_q: int | None
-        rotary_cos: Array | None
-        rotary_sin: Array | None
+        rotary_cos: A | None
+        rotary_sin: A | None
         rotary_interleaved: bool
-        k_scale: Array | None
-        v_scale: Array | None
+        k_scale: A | None
+        v_scale: A | None
         num_splits: int | None
-        out: Array | None
+        out: A | None
+
+    class KVCacheOptions(KVCacheOptionsOf[Array, Integers], total=False):
+        """Those of `forward_kvcache`."""
+
+    class TorchCacheOptions(KVCacheOptionsOf[torch.Tensor, int], total=False):
+        """Those of `cuflash.torch.forward_kvcache`."""
+
+    class _Shared(TypedDict):
+        group: distributed.Group
+
+    class TorchSharedOptions(_Shared, Scaled, total=False):
+        """Those of `cuflash.torch.distributed_attention`."""
+
+        layout: str
+        ulysses: int
+        window: Window | None
+        softcap: float | None
+        precision: str | None
+        deterministic: bool
+        cu_seqlens_q: Any
+        cu_seqlens_k: Any
 
 
 class RotaryOptions(TypedDict, total=False):

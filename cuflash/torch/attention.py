@@ -9,8 +9,10 @@ import torch
 from torch.autograd import forward_ad
 
 from cuflash.api import foreign_names
+from cuflash.api.foreign_names import split_options
 from cuflash.errors import UnsupportedError
-from cuflash.request import checks, options
+from cuflash.request import checks
+from cuflash.request.options import ARRAYS, DIFFERENTIABLE, FORWARD
 
 from . import autocast, random, transforms
 from .checks import check_tensors, have_tangents
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from .types import Results
 
-_DIFFERENTIABLE = ("bias", "sink")
+_NAME = "cuflash.torch.attention"
 
 
 @overload
@@ -56,7 +58,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[TorchOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names("cuflash.torch.attention")
+@foreign_names.our_names(_NAME, FORWARD, "torch.Tensor | None")
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -70,21 +72,7 @@ def attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-    segment_ids_q: torch.Tensor | None = None,
-    segment_ids_k: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> torch.Tensor | Results:
     """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
 
@@ -102,16 +90,9 @@ def attention(
         `scaled_dot_product_attention` takes.
     k, v : Tensor, (batch, seqlen_k, num_heads_kv, head_dim)
         With as many axes as `q`. `v` may have another head dimension.
-    scale, causal, block_q, block_k, precision, num_splits
-        As for `cuflash.forward`.
-    window, softcap, dropout, max_seqlen_q, max_seqlen_k
-        As for `cuflash.forward`: options that are numbers.
-    alibi_slopes, bias, mask, sink, segment_ids_q, segment_ids_k
-        As for `cuflash.forward`, with tensors for arrays.
-    cu_seqlens_q, cu_seqlens_k : Tensor, (sequences + 1,)
-        As for `cuflash.forward`; `q`, `k` and `v` are 3-D then.
-    seed : int, optional
-        Of dropout; by default drawn from torch's generator of the CPU, which
+    scale, causal, block_q, block_k, precision, num_splits, **options
+        As for `cuflash.forward`, with tensors for arrays. Without `seed`, one
+        for dropout is drawn from torch's generator of the CPU, which
         `torch.manual_seed` seeds.
     return_lse : bool, optional
         Whether to return `lse` too.
@@ -154,37 +135,13 @@ def attention(
     >>> out.shape
     torch.Size([2, 16, 4, 8])
     """
-    if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.torch.attention", unknown, positional
-        )
     given = None
-    # Fast path: no options given.
-    if not (
-        window is softcap is alibi_slopes is bias is mask is sink
-        is segment_ids_q is segment_ids_k is seed is cu_seqlens_q
-        is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
-        and type(dropout) is float and not dropout
-    ):  # fmt: skip
-        given = options.passed(
-            {
-                "window": window,
-                "softcap": softcap,
-                "alibi_slopes": alibi_slopes,
-                "bias": bias,
-                "mask": mask,
-                "sink": sink,
-                "segment_ids_q": segment_ids_q,
-                "segment_ids_k": segment_ids_k,
-                "dropout": dropout,
-                "seed": seed,
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_k": cu_seqlens_k,
-                "max_seqlen_q": max_seqlen_q,
-                "max_seqlen_k": max_seqlen_k,
-            }
-        )
+    arrays: dict[str, Any] = {}
+    if options or positional:
+        numbers, arrays = split_options(_NAME, options, positional)
+        given = numbers | arrays
     if torch.are_deterministic_algorithms_enabled():
+        bias = options.get("bias")
         deterministic = deterministic or not _only_warns(bias)
     # Compiled code checks each name that it has read again at each call: here
     # it reads as few as it can.
@@ -193,9 +150,7 @@ def attention(
     if compiling:
         to_cast = torch.is_autocast_enabled(q.device.type)
     else:
-        inputs = {"q": q, "k": k, "v": v}
-        if given:
-            inputs |= {x: given[x] for x in options.ARRAYS if x in given}
+        inputs = {"q": q, "k": k, "v": v, **arrays}
         check_tensors(inputs)
         to_cast = autocast.is_on(q)
         inside = torch._C._are_functorch_transforms_active()
@@ -231,7 +186,7 @@ def attention(
     if with_grad:
         return Attention.apply(
             request, checks.flag("return_lse", return_lse), q, k, v,
-            request.tensors.get("bias"), request.tensors.get("sink"),
+            *map(request.tensors.get, DIFFERENTIABLE),
         )  # fmt: skip
     results = request.forward(q, k, v, return_lse)
     return results if return_lse else results[0]
@@ -264,13 +219,14 @@ def needs_grad(
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
     if not given:
         return wanted
-    for name in options.ARRAYS:
+    for name in ARRAYS:
         if name in given and given[name].requires_grad:
-            if name not in _DIFFERENTIABLE:
+            if name not in DIFFERENTIABLE:
                 raise UnsupportedError(
                     f"{name} requires grad, expected a tensor that does not: "
-                    "attention is differentiable in q, k, v, bias, sink and "
-                    f"lse only (pass {name}.detach())"
+                    "attention is differentiable in q, k, v, "
+                    f"{', '.join(DIFFERENTIABLE)} and lse only (pass "
+                    f"{name}.detach())"
                 )
             wanted = True
     return wanted

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cuflash.errors import DTypeError
+from cuflash.request.options import DIFFERENTIABLE, is_as_lse
 
 
 def is_on(q: Any) -> bool:
@@ -32,12 +33,14 @@ def cast(
     q, k, v = (
         _to(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))
     )
-    if given:
-        bias, sink = given.get("bias"), given.get("sink")
-        if bias is not None and bias.dtype is not torch.float32:
-            given["bias"] = _to("bias", bias, dtype)
-        if sink is not None:
-            given["sink"] = _to("sink", sink, torch.float32)
+    if not given:
+        return q, k, v, given
+    for name in DIFFERENTIABLE:
+        x = given.get(name)
+        if x is not None and is_as_lse(name):
+            given[name] = _to(name, x, torch.float32)
+        elif x is not None and x.dtype is not torch.float32:
+            given[name] = _to(name, x, dtype)
     return q, k, v, given
 
 

@@ -5,11 +5,12 @@
     Gradients:  dout, dlse, x, out, lse   -> dx                   backward
     Second:     ddx, dout, dlse, x, out, lse -> d2x, ddout, ddlse
 
-where x is q, k, v, bias and sink. With f = <dout, out> + <dlse, lse>,
-Gradients is the gradient of f, and d2x is the Hessian of f, which is
-symmetric, times ddx. So Second is what the gradient of Gradients is made of,
-the tangent of Gradients, and the gradient of Tangents. out and lse are passed
-so that nobody computes them again: derivatives by way of them are in d2x.
+where x is q, k, v and the options that have gradients (options.MOVED). With
+f = <dout, out> + <dlse, lse>, Gradients is the gradient of f, and d2x is the
+Hessian of f, which is symmetric, times ddx. So Second is what the gradient of
+Gradients is made of, the tangent of Gradients, and the gradient of Tangents.
+out and lse are passed so that nobody computes them again: derivatives by way
+of them are in d2x.
 
 These functions take what torch.func asks for; `gradients.Attention` is the
 shorter way of eager calls.
@@ -24,13 +25,13 @@ from typing import Any
 import torch
 
 from cuflash.errors import UnsupportedError
+from cuflash.request.options import MOVED
 
 from . import batched_grad
 from .request import Request
 from .request_derivatives import double_backward, jvp, of_inputs
 from .vmap import Rule, over_first_axes
 
-_INPUTS = ("q", "k", "v", "bias", "sink")
 _THIRD = (
     "third derivatives of cuflash.torch.attention are not supported: call "
     "backward() or torch.autograd.grad() without create_graph"
@@ -53,7 +54,7 @@ class Static:
     names : tuple of str
         Of the options' tensors, which follow the other tensors.
     wanted : tuple of str
-        "bias" and "sink", if their gradients are results.
+        Those of DIFFERENTIABLE whose gradients are results.
     several : bool
         Whether tangents have an axis of directions before the others.
     """
@@ -78,10 +79,11 @@ class Static:
         named |= dict(zip(self.names, of_others, strict=True))
         moved = {name: x for name, x in named.items() if x is not None}
         for name in moved:
-            if name not in _INPUTS:
+            if name not in MOVED:
+                known = f"{', '.join(MOVED[:-1])} or {MOVED[-1]}"
                 raise UnsupportedError(
-                    f"{name} is differentiated, expected q, k, v, bias or "
-                    f"sink: pass {name}.detach()"
+                    f"{name} is differentiated, expected {known}: pass "
+                    f"{name}.detach()"
                 )
         return moved
 
@@ -131,7 +133,7 @@ class Forward(_Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         moved = ctx.static.moved(tangents[:3], tangents[3:])
-        of_inputs = (moved.get(name) for name in _INPUTS)
+        of_inputs = (moved.get(name) for name in MOVED)
         tangents_of = partial(Tangents.apply, ctx.static)
         return batched_grad.call(tangents_of, *of_inputs, *ctx.saved_tensors)
 
@@ -151,7 +153,7 @@ class Tangents(_Function):
         q, k, v, _out, _lse, *others = tensors[5:]
         moved = {
             name: x
-            for name, x in zip(_INPUTS, tensors[:5], strict=True)
+            for name, x in zip(MOVED, tensors[:5], strict=True)
             if x is not None
         }
         given = {"q": q, "k": k, "v": v}
@@ -161,11 +163,11 @@ class Tangents(_Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         static, needs = ctx.static, ctx.needs_input_grad[1:]
-        n = len(_INPUTS)
+        n = len(MOVED)
         tangents, fixed = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         of_tangents = replace(
             static,
-            wanted=tuple(x for x in _INPUTS[3:] if needs[_INPUTS.index(x)]),
+            wanted=tuple(x for x in MOVED[3:] if needs[MOVED.index(x)]),
             several=False,
         )
         of_inputs = static.for_gradients(needs[n + 5 :])
@@ -177,7 +179,7 @@ class Tangents(_Function):
             if any(needs[n:]):
                 second, *_ = second_of(of_inputs, tangents, dout, dlse, fixed)
             named = dict(zip(_fixed_names(static), first, strict=True))
-            return *(named.get(name) for name in _INPUTS), *second
+            return *(named.get(name) for name in MOVED), *second
 
         if not static.several:
             return None, *one(dout, dlse, *tangents)
@@ -191,24 +193,21 @@ class Tangents(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, static: Static, *tensors: Any) -> Any:
-        names = (*_INPUTS, *_fixed_names(static))
-        rule = Rule(Tangents, static, names, ("out", "lse"), len(_INPUTS))
+        names = (*MOVED, *_fixed_names(static))
+        rule = Rule(Tangents, static, names, ("out", "lse"), len(MOVED))
         return rule.map_tangents(info, in_dims[1:], tensors)
 
 
 class Gradients(_Function):
-    """The gradients of q, k and v; of bias and sink if wanted."""
+    """The gradients of q, k and v; then those of `wanted`."""
 
     @staticmethod
     def forward(static: Static, *tensors: Any) -> Any:
         dout, dlse, q, k, v, out, lse, *others = map(plain, tensors)
         found = of_inputs(
-            static.request,
-            static.by_name(others),
-            "bias" in static.wanted,
-            "sink" in static.wanted,
-            *(dout, dlse, q, k, v, out, lse),
-        )
+            static.request, static.by_name(others), static.wanted,
+            dout, dlse, q, k, v, out, lse,
+        )  # fmt: skip
         return tuple(x for x in found if x is not None)
 
     @staticmethod
@@ -222,7 +221,7 @@ class Gradients(_Function):
         )
         needed = static.for_gradients(ctx.needs_input_grad[8:])
         of_fixed, ddout, ddlse = second_of(
-            needed, [named.get(name) for name in _INPUTS], dout, dlse, fixed
+            needed, [named.get(name) for name in MOVED], dout, dlse, fixed
         )
         return None, ddout, ddlse, *of_fixed
 
@@ -239,7 +238,7 @@ class Gradients(_Function):
         moved = static.moved(tangents[:3], tangents[5:])
         found: list[Any] = []
         if moved:
-            cotangents = [moved.get(name) for name in _INPUTS]
+            cotangents = [moved.get(name) for name in MOVED]
             found.append(second_of(static, cotangents, dout, dlse, fixed)[0])
         if dout_dot is not None or dlse_dot is not None:
             found.append(gradients_of(static, dout_dot, dlse_dot, fixed))
@@ -265,7 +264,7 @@ class Second(_Function):
         dout, dlse, q, k, v, out, lse, *others = tensors[5:]
         moved = {
             name: x
-            for name, x in zip(_INPUTS, tensors[:5], strict=True)
+            for name, x in zip(MOVED, tensors[:5], strict=True)
             if x is not None
         }
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
@@ -285,11 +284,11 @@ class Second(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, static: Static, *tensors: Any) -> Any:
-        inputs = (*_INPUTS, "out", "lse", *_fixed_names(static))
+        inputs = (*MOVED, "out", "lse", *_fixed_names(static))
         results = ("q", "k", "v", "out", *static.wanted)
         if tensors[6] is not None:
             results = (*results, "lse")
-        rule = Rule(Second, static, inputs, results, len(_INPUTS))
+        rule = Rule(Second, static, inputs, results, len(MOVED))
         return rule.map(info, in_dims[1:], tensors)
 
 

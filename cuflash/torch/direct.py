@@ -44,7 +44,7 @@ def attention_out(
 
 
 def attention_backward(*tensors: Any, **numbers: Any) -> Any:
-    """The gradients of q, k, v, bias and sink."""
+    """The gradients of q, k, v and the options that have them."""
     if _is_profiled() or _modes():
         return OPERATORS.attention_backward(*tensors, **numbers)
     return ops.run_backward(*tensors, **numbers)

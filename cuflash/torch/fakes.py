@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cuflash.request.options import DIFFERENTIABLE
+
 from .inductor import register_lowerings
 from .ops import LIBRARY
 
@@ -33,18 +35,14 @@ def _fake_backward(
     v: Any,
     out: Any,
     lse: Any,
-    bias: Any = None,
-    sink: Any = None,
     *tensors: Any,
-    return_dbias: bool = False,
-    return_dsink: bool = False,
     **numbers: Any,
 ) -> Any:
-    others = ((bias, return_dbias), (sink, return_dsink))
+    given = {**numbers, **dict(zip(DIFFERENTIABLE, tensors, strict=False))}
     return (
         *_fake_plain_backward(dout, dlse, q, k, v),
-        *(x.new_empty(x.shape) if is_wanted else q.new_empty(0)
-          for x, is_wanted in others),
+        *(given[x].new_empty(given[x].shape) if given.get(f"return_d{x}")
+          else q.new_empty(0) for x in DIFFERENTIABLE),
     )  # fmt: skip
 
 

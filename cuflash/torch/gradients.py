@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+from cuflash.request.options import DIFFERENTIABLE
 
 from .batched_grad import is_batched
 from .derivatives import Static, gradients_of
@@ -32,8 +35,7 @@ class Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        bias: torch.Tensor | None,
-        sink: torch.Tensor | None,
+        *differentiable: torch.Tensor | None,
     ) -> Any:
         out, lse = request.forward(q, k, v, True)
         ctx.save_for_backward(q, k, v, out, lse, *request.tensors.values())
@@ -45,8 +47,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
         if dout is dlse is None:  # second gradients go by way of q, k and v
-            return (None,) * 7
-        *_, with_dbias, with_dsink = ctx.needs_input_grad
+            return (None,) * len(ctx.needs_input_grad)
         # The gradients have derivatives, or are mapped.
         if (
             _with_grad()
@@ -59,16 +60,19 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, *others = ctx.saved_tensors
         tensors = dict(zip(ctx.names, others, strict=True))
         return None, None, *of_inputs(
-            ctx.request, tensors, with_dbias, with_dsink,
-            dout, dlse, q, k, v, out, lse,
+            ctx.request, tensors, _wanted(ctx), dout, dlse, q, k, v, out, lse,
         )  # fmt: skip
 
 
+def _wanted(ctx: Any) -> tuple[str, ...]:
+    """The options whose gradients are needed."""
+    needs = ctx.needs_input_grad[5:]
+    return tuple(compress(DIFFERENTIABLE, needs)) if any(needs) else ()
+
+
 def _differentiable(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    """The gradients of q, k, v, bias and sink."""
-    needs = dict(zip(("bias", "sink"), ctx.needs_input_grad[5:], strict=True))
-    wanted = tuple(name for name, needed in needs.items() if needed)
-    static = Static(ctx.request, ctx.names, wanted)
+    """The gradients of q, k, v and DIFFERENTIABLE."""
+    static = Static(ctx.request, ctx.names, _wanted(ctx))
     found = gradients_of(static, dout, dlse, ctx.saved_tensors)
     named = dict(zip(ctx.names, found[5:], strict=True))
-    return *found[:3], named.get("bias"), named.get("sink")
+    return *found[:3], *map(named.get, DIFFERENTIABLE)

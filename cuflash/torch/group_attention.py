@@ -24,7 +24,11 @@ from .dtypes import from_numpy, to_numpy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .types import Results, SharedOptions
+    from cuflash.api.types import TorchSharedOptions
+
+    from .types import Results
+
+_NAME = "cuflash.torch.distributed_attention"
 
 _NO_SECOND_DERIVATIVES = (
     "second derivatives of cuflash.torch.distributed_attention are not"
@@ -40,7 +44,7 @@ def distributed_attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[SharedOptions],
+    **options: Unpack[TorchSharedOptions],
 ) -> torch.Tensor: ...
 @overload
 def distributed_attention(
@@ -49,7 +53,7 @@ def distributed_attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[SharedOptions],
+    **options: Unpack[TorchSharedOptions],
 ) -> Results: ...
 @overload
 def distributed_attention(
@@ -58,27 +62,18 @@ def distributed_attention(
     v: torch.Tensor,
     *,
     return_lse: bool,
-    **options: Unpack[SharedOptions],
+    **options: Unpack[TorchSharedOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names("cuflash.torch.distributed_attention")
+@foreign_names.our_names(_NAME, like=distributed.forward)
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *positional: NoReturn,
     group: distributed.Group,
-    causal: bool = False,
-    layout: str = "zigzag",
-    ulysses: int = 1,
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    precision: str | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> torch.Tensor | Results:
     """Attention over sequences that the ranks of a group share.
 
@@ -90,12 +85,10 @@ def distributed_attention(
     group : cuflash.distributed.Group
         `cuflash.distributed.group_from_environment()` makes one; its ranks
         are those of torch.distributed where torchrun started the processes.
-    causal, layout, ulysses, scale, window, softcap, precision, return_lse
-        As in `cuflash.distributed.forward`.
-    cu_seqlens_q, cu_seqlens_k
-        As in `cuflash.distributed.forward`.
     deterministic : bool, optional
         Whether to sum dq in a fixed order.
+    return_lse, **options
+        As in `cuflash.distributed.forward`.
 
     Returns
     -------
@@ -109,23 +102,10 @@ def distributed_attention(
         As `cuflash.distributed.forward` does; UnsupportedError for second
         derivatives.
     """
-    if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.torch.distributed_attention", unknown, positional
-        )
+    if options or positional:
+        foreign_names.refuse(_NAME, options, positional)
     check_tensors({"q": q, "k": k, "v": v})
-    options = {
-        "group": group,
-        "causal": causal,
-        "layout": layout,
-        "ulysses": ulysses,
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "precision": precision,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-    }
+    options["group"] = group
     out, lse = _Attention.apply(options, deterministic, q, k, v)
     return (out, lse) if return_lse else out
 

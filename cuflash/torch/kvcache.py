@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
 from cuflash.api import foreign_names
+from cuflash.api.kvcache import forward_kvcache as of_arrays
 from cuflash.errors import UnsupportedError
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import kvcache as validate_kvcache
 
 from . import autocast, kvcache_ops, no_gradients
 from .checks import check_no_tangents, check_tensors
+from .kvcache_ops import TENSORS
 from .kvcache_request import run
 from .tracing import is_traced, refuse_transforms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .types import CacheOptions, Results
+    from cuflash.api.types import TorchCacheOptions
 
+    from .types import Results
+
+_NAME = "cuflash.torch.forward_kvcache"
 _NO_GRADIENTS = "attention over caches has no gradients"
 
 
@@ -31,7 +36,7 @@ def forward_kvcache(
     v_cache: torch.Tensor,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[CacheOptions],
+    **options: Unpack[TorchCacheOptions],
 ) -> torch.Tensor: ...
 @overload
 def forward_kvcache(
@@ -40,7 +45,7 @@ def forward_kvcache(
     v_cache: torch.Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[CacheOptions],
+    **options: Unpack[TorchCacheOptions],
 ) -> Results: ...
 @overload
 def forward_kvcache(
@@ -49,37 +54,17 @@ def forward_kvcache(
     v_cache: torch.Tensor,
     *,
     return_lse: bool,
-    **options: Unpack[CacheOptions],
+    **options: Unpack[TorchCacheOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names("cuflash.torch.forward_kvcache")
+@foreign_names.our_names(_NAME, like=of_arrays, array="torch.Tensor | None")
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *positional: NoReturn,
-    k_new: torch.Tensor | None = None,
-    v_new: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    rotary_interleaved: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    out: torch.Tensor | None = None,
     return_lse: bool = False,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> torch.Tensor | Results:
     """Attention over a cache of keys and values, of torch tensors.
 
@@ -94,14 +79,8 @@ def forward_kvcache(
     k_cache, v_cache : Tensor, (batch, capacity, num_heads_kv, head_dim)
         In the dtype of `q`, or float8_e4m3fn, or its bytes as uint8. With
         `page_table`, (num_pages, page_size, num_heads_kv, head_dim).
-    k_new, v_new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad
+    cache_seqlens, return_lse, **options
         As for `cuflash.forward_kvcache`, with tensors for arrays.
-    cu_seqlens_q, max_seqlen_q, rotary_cos, rotary_sin, rotary_interleaved
-        As for `cuflash.forward_kvcache`, with tensors for arrays.
-    k_scale, v_scale, alibi_slopes, sink, out
-        As for `cuflash.forward_kvcache`, with tensors for arrays.
-    scale, causal, window, softcap, num_splits, return_lse
-        As for `cuflash.forward_kvcache`.
 
     Returns
     -------
@@ -139,26 +118,24 @@ def forward_kvcache(
     >>> torch.allclose(out, v_new)
     True
     """
-    if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.torch.forward_kvcache", unknown, positional
-        )
+    if options or positional:
+        foreign_names.refuse(_NAME, options, positional)
     if not torch.compiler.is_compiling():
         cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)
-    tensors = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k_new": k_new,
-        "v_new": v_new, "cache_seqlens": cache_seqlens,
-        "page_table": page_table, "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad, "cu_seqlens_q": cu_seqlens_q,
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-        "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes,
-        "sink": sink, "out": out,
-    }  # fmt: skip
-    rank = getattr(q, "ndim", 4)
     length = None
     if validate_kvcache.is_int(cache_seqlens):
-        length, tensors["cache_seqlens"] = cache_seqlens, None
-    tensors = {name: x for name, x in tensors.items() if x is not None}
+        length, cache_seqlens = cache_seqlens, None
+    given = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "cache_seqlens": cache_seqlens,
+        **options,
+    }
+    tensors = {x: given[x] for x in TENSORS if given.get(x) is not None}
+    numbers = {name: x for name, x in options.items() if name not in TENSORS}
+    rank, out = getattr(q, "ndim", 4), options.get("out")
+    is_packed = "cu_seqlens_q" in tensors
     if not torch.compiler.is_compiling():
         check_tensors(tensors)
         check_no_tangents(tensors, _NO_GRADIENTS)
@@ -170,15 +147,6 @@ def forward_kvcache(
         for name in ("q", "k_new", "v_new"):
             if name in tensors:
                 tensors[name] = autocast.to_its_dtype(name, tensors[name])
-    numbers = {
-        "max_seqlen_q": max_seqlen_q,
-        "rotary_interleaved": rotary_interleaved,
-        "scale": scale,
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "num_splits": num_splits,
-    }
     tensors = validate_kvcache.with_batch(tensors)
     if is_traced(*(tensors[x] for x in ("q", "k_cache", "v_cache"))):
         result = kvcache_ops.call(tensors, length, return_lse, **numbers)
@@ -186,7 +154,7 @@ def forward_kvcache(
         result = no_gradients.run(
             tensors, lambda: run(tensors, length, return_lse, **numbers)
         )
-    if rank not in (2, 3) or cu_seqlens_q is not None:
+    if rank not in (2, 3) or is_packed:
         return result
     found, lse = result if return_lse else (result, None)
     found = strip(found, rank) if out is None else out

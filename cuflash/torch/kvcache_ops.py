@@ -6,23 +6,26 @@ from typing import Any
 
 import torch
 
+from cuflash.request.options import ARRAYS, KVCACHE
+
 from . import kvcache_request, no_gradients
 from .fakes import lse_dtype
-from .ops import LIBRARY
+from .ops import LIBRARY, in_schema
 
-_TENSORS = (
+_OPTIONAL = (
     "k_new", "v_new", "cache_seqlens", "page_table", "cache_batch_idx",
     "cache_leftpad", "cu_seqlens_q", "rotary_cos", "rotary_sin", "k_scale",
-    "v_scale", "alibi_slopes", "sink",
+    "v_scale", *(name for name in KVCACHE if name in ARRAYS),
 )  # fmt: skip
+TENSORS = ("q", "k_cache", "v_cache", *_OPTIONAL, "out")
+_NUMBERS = [in_schema(name) for name in KVCACHE if name not in ARRAYS]
 # length takes the place of cache_seqlens where it is an int.
 LIBRARY.define(
     "forward_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    f"{', '.join(f'Tensor? {name}=None' for name in _TENSORS)}, *, "
+    f"{', '.join(f'Tensor? {name}=None' for name in _OPTIONAL)}, *, "
     "SymInt? length=None, SymInt? max_seqlen_q=None, "
     "bool rotary_interleaved=False, float? scale=None, bool causal=False, "
-    "SymInt? window_left=None, SymInt? window_right=None, "
-    "float? softcap=None, SymInt? num_splits=None) -> "
+    f"{', '.join(_NUMBERS)}, SymInt? num_splits=None) -> "
     "(Tensor out, Tensor lse)"
 )
 
@@ -48,38 +51,31 @@ def call(
 
 
 def _kernel(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
     *tensors: Any,
     length: Any = None,
     window_left: Any = None,
     window_right: Any = None,
     **numbers: Any,
 ) -> Any:
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    for name, x in zip(_TENSORS, tensors, strict=False):
-        if x is not None:
-            given[name] = x
+    given = _named(tensors)
     if window_left is not None or window_right is not None:
         numbers["window"] = (window_left, window_right)
     return kvcache_request.run(given, length, True, **numbers)
 
 
-def _autograd_kernel(
-    q: Any, k_cache: Any, v_cache: Any, *tensors: Any, **numbers: Any
-) -> Any:
-    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    named |= dict(zip(_TENSORS, tensors, strict=False))
+def _named(tensors: tuple[Any, ...]) -> dict[str, Any]:
+    named = zip(TENSORS, tensors, strict=False)
+    return {name: x for name, x in named if x is not None}
 
+
+def _autograd_kernel(*tensors: Any, **numbers: Any) -> Any:
     def below() -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.cuflash.forward_kvcache.default(
-                q, k_cache, v_cache, *tensors, **numbers
+                *tensors, **numbers
             )
 
-    given = {name: x for name, x in named.items() if x is not None}
-    return no_gradients.run(given, below)
+    return no_gradients.run(_named(tensors), below)
 
 
 for _device in ("CPU", "CUDA"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cuflash.errors import UnsupportedError
+from cuflash.request.options import DIFFERENTIABLE
 
 from .ops import KERNELS, LIBRARY
 from .tracing import is_traced
@@ -35,19 +36,19 @@ class Traced(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         backward = getattr(torch.ops.cuflash, f"{ctx.name}_backward")
         needs = ctx.needs_input_grad[2:]
-        # Trailing arguments that are not given are left out.
-        numbers, wanted = ctx.numbers, (*needs, False, False)[3:5]
+        numbers = ctx.numbers
         numbers.pop("num_splits", None)
-        if any(wanted):
-            numbers = {
-                **numbers,
-                "return_dbias": wanted[0],
-                "return_dsink": wanted[1],
-            }
+        # Trailing arguments that are not given are left out.
+        named = dict(zip(DIFFERENTIABLE, needs[3:], strict=False))
+        if any(named.values()):
+            wanted = {f"return_d{x}": y for x, y in named.items()}
+            numbers = {**numbers, **wanted}
         gradients = backward(dout, dlse, *ctx.saved_tensors, **numbers)
         others = (
             x if is_wanted else None
-            for x, is_wanted in zip(gradients[3:], wanted, strict=False)
+            for x, is_wanted in zip(
+                gradients[3:], named.values(), strict=False
+            )
         )
         found = (*gradients[:3], *others, *(None,) * len(needs))
         return None, None, *found[: len(needs)]

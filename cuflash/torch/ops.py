@@ -13,26 +13,36 @@ from typing import Any
 
 import torch
 
+from cuflash.request import options
+
 from . import random
 from .request import Request
 from .request_derivatives import of_inputs
 
-# In the schemas' order. The gradients of the first two are offered.
-TENSORS = (
-    "bias", "sink", "alibi_slopes", "mask", "segment_ids_q", "segment_ids_k",
-    "cu_seqlens_q", "cu_seqlens_k",
-)  # fmt: skip
+# In the schemas' order. The gradients of the first ones are offered.
+TENSORS = tuple(dict.fromkeys((*options.DIFFERENTIABLE, *options.ARRAYS)))
 _POSITIONAL = (*TENSORS, "seed_drawn")
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in TENSORS)
+_OPTIONS = tuple(x for x in options.FORWARD if x not in TENSORS)
+
+
+def in_schema(name: str) -> str:
+    """An option that is no tensor, in a schema."""
+    if name == "window":
+        return "SymInt? window_left=None, SymInt? window_right=None"
+    kind = "float" if "float" in options.BY_NAME[name].hint else "SymInt"
+    return f"{kind}? {name}=None"
+
+
 # seed_drawn, on the CPU, takes the place of seed.
 _NUMBERS = (
     "Tensor? seed_drawn=None, *, float? scale=None, bool causal=False, "
     "SymInt? block_q=None, SymInt? block_k=None, str? precision=None, "
     "SymInt? num_splits=None, bool deterministic=False, "
-    "SymInt? window_left=None, SymInt? window_right=None, "
-    "float? softcap=None, float? dropout=None, SymInt? seed=None, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
+    f"{', '.join(map(in_schema, _OPTIONS))}"
 )
+_WANTED = ", ".join(f"bool return_d{x}=False" for x in options.DIFFERENTIABLE)
+_GRADIENTS = ", ".join(f"Tensor d{x}" for x in options.DIFFERENTIABLE)
 
 LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
 # dropout_seed consists of one new_seed. TorchScript would compute it once for
@@ -51,8 +61,7 @@ LIBRARY.define(
 LIBRARY.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, "
     f"Tensor v, Tensor out, Tensor lse, {_TENSORS}, {_NUMBERS}, "
-    "bool return_dbias=False, bool return_dsink=False) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+    f"{_WANTED}) -> (Tensor dq, Tensor dk, Tensor dv, {_GRADIENTS})"
 )
 # Calls without options: compiled code passes every argument that there is,
 # and twenty more take as long as the rest of a call.
@@ -116,20 +125,16 @@ def request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
     numbers = {**numbers, **dict(zip(_POSITIONAL, tensors, strict=False))}
     given = {
         name: numbers[name]
-        for name in TENSORS
+        for name in (*TENSORS, *_OPTIONS)
         if numbers.get(name) is not None
     }
     left, right = numbers.get("window_left"), numbers.get("window_right")
     if left is not None or right is not None:
         given["window"] = (left, right)
-    seed, drawn = numbers.get("seed"), numbers.get("seed_drawn")
-    if drawn is not None:
-        seed = int(drawn)
-    if seed is not None:
-        given["seed"] = seed % 2**64
-    for name in ("softcap", "dropout", "max_seqlen_q", "max_seqlen_k"):
-        if numbers.get(name) is not None:
-            given[name] = numbers[name]
+    if numbers.get("seed_drawn") is not None:
+        given["seed"] = int(numbers["seed_drawn"])
+    if "seed" in given:
+        given["seed"] %= 2**64
     return Request(
         numbers.get("scale"),
         numbers.get("causal", False),
@@ -156,16 +161,16 @@ def run_backward(
     out: Any,
     lse: Any,
     *tensors: Any,
-    return_dbias: bool = False,
-    return_dsink: bool = False,
     **numbers: Any,
 ) -> Any:
     """The kernel of attention_backward."""
     asked = request(tensors, numbers)
+    wanted = tuple(
+        x for x in options.DIFFERENTIABLE if numbers.get(f"return_d{x}")
+    )
     gradients = of_inputs(
-        asked, asked.tensors, return_dbias, return_dsink,
-        dout, dlse, q, k, v, out, lse,
-    )  # fmt: skip
+        asked, asked.tensors, wanted, dout, dlse, q, k, v, out, lse
+    )
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
@@ -185,7 +190,7 @@ def run_plain(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
 def run_plain_backward(*tensors: Any, **numbers: Any) -> Any:
     """The kernel of plain_attention_backward."""
     asked = plain_request(**numbers)
-    return of_inputs(asked, {}, False, False, *tensors)[:3]
+    return of_inputs(asked, {}, (), *tensors)[:3]
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

@@ -113,10 +113,9 @@ class Request:
         out: torch.Tensor,
         lse: torch.Tensor,
         tensors: dict[str, torch.Tensor],
-        return_dbias: bool = False,
-        return_dsink: bool = False,
+        wanted: tuple[str, ...] = (),
     ) -> Results:
-        """dq, dk and dv; dbias and dsink if wanted.
+        """dq, dk and dv; then the gradients of the options that are wanted.
 
         `tensors` are the options' tensors, as given to forward.
         """
@@ -124,10 +123,8 @@ class Request:
         own: tuple[Any, ...] = (
             *self.common, "deterministic", self.deterministic,
         )  # fmt: skip
-        if return_dbias:
-            own = (*own, "return_dbias", True)
-        if return_dsink:
-            own = (*own, "return_dsink", True)
+        for name in wanted:
+            own = (*own, f"return_d{name}", True)
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
         if dlse is not None:
             given["dlse"] = dlse

@@ -10,6 +10,7 @@ import torch
 from cuflash.api import derivatives as api_derivatives
 from cuflash.api.derivatives import strip_each
 from cuflash.launch.runner import Kernels
+from cuflash.request.options import DIFFERENTIABLE
 from cuflash.request.problem import Signature, strip, strip_lse
 from cuflash.request.validate import derivatives as validate_derivatives
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
@@ -18,6 +19,8 @@ from . import request as requests
 from .request import Request, Results
 
 Tensors = dict[str, torch.Tensor]
+
+_UNWANTED = (None,) * len(DIFFERENTIABLE)
 
 # What may be left out of a call, but has no default.
 ON_CPU = {
@@ -33,8 +36,7 @@ ON_CPU = {
 def of_inputs(
     request: Request,
     tensors: dict[str, torch.Tensor],
-    with_dbias: bool,
-    with_dsink: bool,
+    wanted: tuple[str, ...],
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -43,19 +45,18 @@ def of_inputs(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[Any, ...]:
-    """The gradients of q, k, v, bias and sink; None for those not wanted."""
+    """The gradients of q, k, v and DIFFERENTIABLE; None for those unwanted."""
     if dout is None:
         dout = torch.zeros_like(out)
     if dout.is_neg():
         dout = dout.resolve_neg()
     if dlse is not None and dlse.is_neg():
         dlse = dlse.resolve_neg()
-    dq, dk, dv, *others = request.backward(
-        dout, dlse, q, k, v, out, lse, tensors, with_dbias, with_dsink
-    )
-    dbias = others.pop(0) if with_dbias else None
-    dsink = others.pop(0) if with_dsink else None
-    return dq, dk, dv, dbias, dsink
+    found = request.backward(dout, dlse, q, k, v, out, lse, tensors, wanted)
+    if not wanted:
+        return *found, *_UNWANTED
+    others = dict(zip(wanted, found[3:], strict=True))
+    return *found[:3], *map(others.get, DIFFERENTIABLE)
 
 
 def jvp(
@@ -93,7 +94,7 @@ def double_backward(
     tensors: Tensors,
     wanted: tuple[str, ...],
 ) -> Results:
-    """d2q, d2k, d2v and ddout; d2bias, d2sink and ddlse if wanted.
+    """d2q, d2k, d2v and ddout; then those that are wanted.
 
     Parameters
     ----------
@@ -105,7 +106,7 @@ def double_backward(
     tensors : dict
         The options' tensors.
     wanted : tuple of str
-        Which of "bias", "sink" and "lse", in this order.
+        Which of DIFFERENTIABLE and "lse", in this order.
     """
     moved = {COTANGENTS[name]: x for name, x in cotangents.items()}
     own: tuple[Any, ...] = (

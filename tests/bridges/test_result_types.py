@@ -10,13 +10,14 @@ jax = pytest.importorskip("jax", reason="needs JAX")
 
 import cuflash.jax  # noqa: E402
 import cuflash.torch  # noqa: E402
-from cuflash.torch import types  # noqa: E402
+from cuflash.api import types  # noqa: E402
+from helpers.static_types import fields_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = [
-    (cuflash.torch.forward_kvcache, types.CacheOptions),
-    (cuflash.torch.distributed_attention, types.SharedOptions),
+    (cuflash.torch.forward_kvcache, "TorchCacheOptions"),
+    (cuflash.torch.distributed_attention, "TorchSharedOptions"),
 ]
 OVERLOADED = [
     (cuflash.torch.attention, "Results"),
@@ -39,8 +40,11 @@ def test_options_are_the_keywords(function, options):
         for name, x in inspect.signature(function).parameters.items()
         if x.kind is x.KEYWORD_ONLY and name != "return_lse"
     }
-    written = options.__annotations__
-    assert {name: x.__forward_arg__ for name, x in written.items()} == found
+    written = fields_of(options, types.__file__)
+    window = "tuple[int | None, int | None]"
+    assert written == {
+        x: y.replace(window, "Window") for x, y in found.items()
+    }
 
 
 @pytest.mark.skipif(

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
 
 from torch.library import opcheck  # noqa: E402
 from torch_data import options, packed_tensors, tensors  # noqa: E402
+from torch_schemas import SCHEMAS  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
@@ -29,6 +30,12 @@ def arguments(given):
         if name in given:
             given[name].requires_grad_()
     return given
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_are_kept(name):
+    operator = getattr(torch.ops.cuflash, name).default
+    assert str(operator._schema) == SCHEMAS[name]
 
 
 @pytest.mark.parametrize("name", options())
