@@ -10,7 +10,8 @@ import numpy as np
 
 from cuflash import settings
 from cuflash.api import foreign_names
-from cuflash.request import options
+from cuflash.api.foreign_names import split_options
+from cuflash.request.options import FORWARD, INDICES
 from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.validate import host_values
 
@@ -22,7 +23,7 @@ from .arrays import (
     equally_varying,
     on_host,
 )
-from .calls import asked_of, forward_call
+from .calls import Asked, asked_of, forward_call
 from .primitives import attention_p
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cuflash.api.types import JaxOptions
+
+_NAME = "cuflash.jax.attention"
 
 
 @overload
@@ -59,7 +62,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[JaxOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@foreign_names.our_names("cuflash.jax.attention")
+@foreign_names.our_names(_NAME, FORWARD, "ArrayLike | None")
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -73,21 +76,8 @@ def attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    sink: ArrayLike | None = None,
-    segment_ids_q: ArrayLike | None = None,
-    segment_ids_k: ArrayLike | None = None,
-    dropout: float = 0.0,
     seed: Any = None,
-    cu_seqlens_q: ArrayLike | None = None,
-    cu_seqlens_k: ArrayLike | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention, differentiable twice, in reverse and forward mode.
 
@@ -101,11 +91,10 @@ def attention(
         As for `cuflash.forward`. **3-D is (seqlen, heads, head_dim), 2-D is
         (seqlen, head_dim)**: split the width of (batch, seqlen, width) into
         heads first.
-    scale, causal, precision, num_splits
-        As for `cuflash.forward`. Python values: they are compiled into the
-        call, so under `jax.jit` they are static arguments.
-    window, softcap, dropout, max_seqlen_q, max_seqlen_k
-        The same: Python values.
+    scale, causal, precision, num_splits, **options
+        As for `cuflash.forward`, with JAX arrays for arrays. Numbers are
+        Python values: they are compiled into the call, so under `jax.jit`
+        they are static arguments.
     block_q, block_k : int, optional
         Tile sizes of the forward pass.
     return_lse : bool, optional
@@ -113,12 +102,6 @@ def attention(
     deterministic : bool, optional
         Whether the gradients are summed in a fixed order: see
         `cuflash.backward`.
-    alibi_slopes, bias, mask, sink : jax.Array, optional
-        As for `cuflash.forward`.
-    segment_ids_q, segment_ids_k : jax.Array, optional
-        As for `cuflash.forward`.
-    cu_seqlens_q, cu_seqlens_k : jax.Array, optional
-        As for `cuflash.forward`.
     seed : int or integer array of shape (), optional
         Required with `dropout`. An int is compiled into the call. An array
         may differ from step to step; on a GPU, the host then waits for it in
@@ -160,25 +143,16 @@ def attention(
     >>> dq.shape
     (2, 16, 4, 8)
     """
-    if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.jax.attention", unknown, positional
-        )
+    numbers, arrays = split_options(_NAME, options, positional)
     settings.check()
-    arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "alibi_slopes": alibi_slopes,
-        "bias": bias,
-        "mask": mask,
-        "sink": sink,
-        "segment_ids_q": segment_ids_q,
-        "segment_ids_k": segment_ids_k,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-    }
-    static = {
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, **arrays}
+    if isinstance(seed, jax.Array):
+        given["seed"] = seed
+    elif seed is not None:
+        numbers["seed"] = seed
+    if isinstance(numbers.get("window"), list):
+        numbers["window"] = tuple(numbers["window"])
+    arguments = {
         "scale": scale,
         "causal": causal,
         "block_q": block_q,
@@ -186,29 +160,16 @@ def attention(
         "precision": precision,
         "num_splits": num_splits,
         "deterministic": deterministic,
-        "window": tuple(window) if isinstance(window, list) else window,
-        "softcap": softcap,
-        "dropout": dropout,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
     }
-    given = {x: y for x, y in arrays.items() if y is not None or x in "qkv"}
-    if isinstance(seed, jax.Array):
-        given["seed"] = seed
-    else:
-        static["seed"] = seed
-    return _bind(given, static, return_lse)
-
-
-def _bind(
-    given: dict[str, Any], static: dict[str, Any], return_lse: Any
-) -> Any:
     for name, array in given.items():
         check_array(name, array)
+    static = {**arguments, **numbers, "return_lse": return_lse}
     for name, value in static.items():
         check_static(name, value)
-    check_static("return_lse", return_lse)
-    asked = asked_of(static)
+    return _bind(given, asked_of(arguments, numbers), return_lse)
+
+
+def _bind(given: dict[str, Any], asked: Asked, return_lse: Any) -> Any:
     types = {name: abstract(x) for name, x in given.items()}
     call = forward_call(types, asked, return_lse)
     given = _with_int32(given)
@@ -238,7 +199,7 @@ def _with_int32(given: dict[str, Any]) -> dict[str, Any]:
     """
     found = dict(given)
     for name, array in given.items():
-        is_index = name in options.INDICES
+        is_index = name in INDICES
         if not is_index or np.can_cast(array.dtype, np.int32):
             continue
         values = on_host(array)

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from cuflash.errors import DTypeError
 from cuflash.plans import plan
-from cuflash.request import checks, options
+from cuflash.request import checks
+from cuflash.request.options import MOVED
 from cuflash.request.problem import Call
 from cuflash.request.validate import attention as validate
 from cuflash.request.validate import derivatives as validate_derivatives
@@ -21,29 +22,22 @@ from .arrays import Abstract
 
 Asked: TypeAlias = tuple[tuple[str, Any], ...]  # (argument, value)
 
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 _FORWARD_ONLY = ("block_q", "block_k", "num_splits")
 _BACKWARD_ONLY = ("deterministic",)
-_ARGUMENTS = (
-    *_FORWARD_ONLY, *_BACKWARD_ONLY, "scale", "causal", "precision"
-)  # fmt: skip
 
 
-def asked_of(static: Mapping[str, Any]) -> Asked:
-    """The arguments that are not arrays and differ from their defaults."""
-    checks.flag("deterministic", static["deterministic"])
-    arguments = {
-        name: value for name, value in static.items() if name in _ARGUMENTS
-    }
-    others = {
-        name: value for name, value in static.items() if name not in arguments
-    }
-    given = {
-        name: value
+def asked_of(
+    arguments: Mapping[str, Any], numbers: Mapping[str, Any]
+) -> Asked:
+    """What differs from its default: arguments of all calls, and options."""
+    checks.flag("deterministic", arguments["deterministic"])
+    given = (
+        (name, value)
         for name, value in arguments.items()
         if value is not None and value is not False
-    }
-    return tuple((given | options.passed(others)).items())
+    )
+    # In one order: equal calls are compiled once.
+    return (*given, *sorted(numbers.items()))
 
 
 def forward_call(
@@ -103,10 +97,8 @@ def forward_arguments(asked: Asked) -> dict[str, Any]:
 def gradient_arguments(asked: Asked, wrt: tuple[str, ...]) -> dict[str, Any]:
     """The arguments of `cuflash.backward` that are not arrays."""
     given = {k: x for k, x in asked if k not in _FORWARD_ONLY}
-    if "bias" in wrt:
-        given["return_dbias"] = True
-    if "sink" in wrt:
-        given["return_dsink"] = True
+    for name in gradient_names(wrt)[3:]:
+        given[f"return_d{name}"] = True
     return given
 
 
@@ -121,9 +113,8 @@ def second_arguments(
 ) -> dict[str, Any]:
     """The arguments of `cuflash.double_backward` that are not arrays."""
     given = {k: x for k, x in asked if k not in _FORWARD_ONLY}
-    for name in ("bias", "sink"):
-        if name in wrt:
-            given[f"return_d2{name}"] = True
+    for name in gradient_names(wrt)[3:]:
+        given[f"return_d2{name}"] = True
     if has_dlse:
         given["return_ddlse"] = True
     return given
@@ -161,13 +152,13 @@ def second_inputs(
 
 def second_names(wrt: tuple[str, ...], has_dlse: bool) -> tuple[str, ...]:
     """What a double_backward call returns gradients of, in its order."""
-    more = (x for x in ("bias", "sink") if x in wrt)
+    more = gradient_names(wrt)[3:]
     return ("q", "k", "v", "out", *more, *("lse",) * has_dlse)
 
 
 def gradient_names(wrt: tuple[str, ...]) -> tuple[str, ...]:
     """The arrays whose gradients a backward call returns, in its order."""
-    return ("q", "k", "v", *(x for x in ("bias", "sink") if x in wrt))
+    return tuple(x for x in MOVED if x in wrt or x in "qkv")
 
 
 def _check_seed(seed: Abstract) -> None:

@@ -75,7 +75,7 @@ def _backward(
     }
     gradients = api_attention.backward(**given, **arguments)
     got = dict(zip(gradient_names(wrt), gradients, strict=True))
-    for name in {"bias", "sink"} & {*wrt}:
+    for name in gradient_names(wrt)[3:]:
         into[name][...] = got[name]
 
 

@@ -21,8 +21,9 @@ import jax
 from jax.interpreters import ad, mlir
 
 from cuflash.errors import UnsupportedError
+from cuflash.request.options import MOVED
 
-from .calls import DIFFERENTIABLE, Asked
+from .calls import Asked
 from .primitives import (
     attention_p,
     gradients_p,
@@ -54,10 +55,10 @@ def _moved(names: Names, tangents: Sequence[Any]) -> dict[str, Any]:
         if type(tangent) is not ad.Zero
     }
     for name in moved:
-        if name not in DIFFERENTIABLE:
+        if name not in MOVED:
             raise UnsupportedError(
                 f"{name} is differentiated, expected one of "
-                f"{', '.join(DIFFERENTIABLE)}: cuflash has no gradient of "
+                f"{', '.join(MOVED)}: cuflash has no gradient of "
                 f"{name} (pass jax.lax.stop_gradient({name}))"
             )
     return moved

@@ -8,8 +8,9 @@
     second_gradients: ddx; dout, dlse, x, ... -> d2x, ddout, ddlse
                                                           `double_backward`
 
-x is q, k, v, bias and sink; tangents before the first semicolon are what a
-primitive is linear in. `derivatives` says what follows from what.
+x is q, k, v and the options that have gradients (options.MOVED);
+tangents before the first semicolon are what a primitive is linear in.
+`derivatives` says what follows from what.
 """
 
 from __future__ import annotations
