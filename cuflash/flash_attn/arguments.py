@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from cuflash.errors import (
 )
 from cuflash.request import checks
 from cuflash.torch.checks import check_tensors
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Keywords of FlashAttention-3 that change speed alone.
 _WITHOUT_EFFECT = {
@@ -120,6 +123,29 @@ def one_of(
             "they are two names of one argument"
         )
     return other
+
+
+def takes_options_of(
+    function: Callable[..., Any],
+) -> Callable[[_Function], _Function]:
+    """A decorator: ``*options`` and ``**hopper`` are those of a function.
+
+    Its signature shows them in the same order, but for `block_table`.
+    """
+    options = [
+        x
+        for x in inspect.signature(function).parameters.values()
+        if x.default is not x.empty and x.name != "block_table"
+    ]
+
+    def register(stacked: _Function) -> _Function:
+        signature = inspect.signature(stacked)
+        *own, _options, hopper = signature.parameters.values()
+        shown = signature.replace(parameters=[*own, *options, hopper])
+        stacked.__signature__ = shown  # type: ignore[attr-defined]
+        return stacked
+
+    return register
 
 
 # Layouts in which models may have the heads side by side.
@@ -247,10 +273,10 @@ def masks_and_scores(
     softmax_scale: Any,
     causal: Any,
     window_size: Any,
-    softcap: Any,
     alibi_slopes: Any,
+    **numbers: Any,
 ) -> dict[str, Any]:
-    """The options that all functions have."""
+    """The options that all functions have; `numbers` are none up to 0."""
     scale = softmax_scale
     if isinstance(scale, bool):  # causal's place in FlashAttention-3
         raise DTypeError(
@@ -262,20 +288,24 @@ def masks_and_scores(
     options: dict[str, Any] = {
         "scale": scale,
         "causal": checks.flag("causal", causal),
-        "window": window(window_size),
-        "alibi_slopes": alibi_slopes,
     }
-    if softcap is not None and not _is_off(softcap):
-        cap = checks.real("softcap", number("softcap", softcap))
-        if cap > 0:  # negative numbers mean none, too
-            options["softcap"] = cap
+    bounds = window(window_size)
+    if bounds is not None:
+        options["window"] = bounds
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    for name, x in numbers.items():
+        if x is not None and not _is_off(x):
+            x = checks.real(name, number(name, x))
+            if x > 0:
+                options[name] = x
     return options
 
 
-def dropout(dropout_p: Any, return_attn_probs: bool) -> Any:
-    """The probability; `attention` draws a seed for it."""
+def dropout(dropout_p: Any, return_attn_probs: bool) -> dict[str, Any]:
+    """The option; `attention` draws a seed for it."""
     if _is_off(dropout_p):
-        return dropout_p
+        return {}
     probability = checks.dropout("dropout_p", number("dropout_p", dropout_p))
     if probability and return_attn_probs:
         raise UnsupportedError(
@@ -283,7 +313,7 @@ def dropout(dropout_p: Any, return_attn_probs: bool) -> Any:
             "expected dropout_p 0: the pattern of dropout (S_dmask) is not "
             "stored; for out and lse, pass return_softmax_lse=True"
         )
-    return probability
+    return {"dropout": probability} if probability else {}
 
 
 def results(

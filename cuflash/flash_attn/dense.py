@@ -95,9 +95,9 @@ def flash_attn_func(
         arguments.tensor("k", k, _TOKENS),
         arguments.tensor("v", v, _TOKENS),
         **arguments.masks_and_scores(
-            softmax_scale, causal, window_size, softcap, alibi_slopes
+            softmax_scale, causal, window_size, alibi_slopes, softcap=softcap
         ),
-        dropout=arguments.dropout(dropout_p, return_attn_probs),
+        **arguments.dropout(dropout_p, return_attn_probs),
         num_splits=splits or None,
         deterministic=deterministic,
         return_lse=return_attn_probs or wants_lse,
@@ -105,18 +105,9 @@ def flash_attn_func(
     return arguments.results(out, return_attn_probs, wants_lse)
 
 
+@arguments.takes_options_of(flash_attn_func)
 def flash_attn_kvpacked_func(
-    q: Any,
-    kv: Any,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **hopper: Any,
+    q: Any, kv: Any, *options: Any, **hopper: Any
 ) -> Any:
     """`flash_attn_func` of `k` and `v` in one tensor.
 
@@ -125,9 +116,7 @@ def flash_attn_kvpacked_func(
     q : Tensor, (batch, seqlen_q, nheads, headdim)
     kv : Tensor, (batch, seqlen_k, 2, nheads_k, headdim)
         It is read in place; its gradient is stacked, which is a copy.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-        As in `flash_attn_func`.
-    deterministic, return_attn_probs, **hopper
+    *options, **hopper
         As in `flash_attn_func`.
 
     Returns
@@ -138,34 +127,11 @@ def flash_attn_kvpacked_func(
     k, v = arguments.parts(
         "kv", kv, "(batch, seqlen, 2, nheads, headdim)", "2"
     )
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **hopper,
-    )
+    return flash_attn_func(q, k, v, *options, **hopper)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Any,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **hopper: Any,
-) -> Any:
+@arguments.takes_options_of(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **hopper: Any) -> Any:
     """`flash_attn_func` of `q`, `k` and `v` in one tensor.
 
     Parameters
@@ -174,9 +140,7 @@ def flash_attn_qkvpacked_func(
         It is read in place; its gradient is stacked, which is a copy. With
         the keyword `num_heads_q` of FlashAttention-3, (batch, seqlen, nheads
         + 2 * nheads_k, headdim).
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-        As in `flash_attn_func`.
-    deterministic, return_attn_probs, **hopper
+    *options, **hopper
         As in `flash_attn_func`.
 
     Returns
@@ -191,17 +155,4 @@ def flash_attn_qkvpacked_func(
         )
     else:
         q, k, v = arguments.heads(qkv, num_heads_q)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **hopper,
-    )
+    return flash_attn_func(q, k, v, *options, **hopper)

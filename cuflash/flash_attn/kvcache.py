@@ -121,26 +121,29 @@ def flash_attn_with_kvcache(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         arguments.tensor(name, cache, _TOKENS if pages is None else _PAGES)
     options = arguments.masks_and_scores(
-        softmax_scale, causal, window_size, softcap, alibi_slopes
+        softmax_scale, causal, window_size, alibi_slopes, softcap=softcap
     )
+    given = {
+        "k_new": k,
+        "v_new": v,
+        "cache_seqlens": cache_seqlens,
+        "page_table": pages,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "cu_seqlens_q": offsets,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+    }
+    options |= {name: x for name, x in given.items() if x is not None}
+    if "max_seqlen_q" in used:
+        longest = arguments.number("max_seqlen_q", used["max_seqlen_q"])
+        options["max_seqlen_q"] = longest
     return forward_kvcache(
         q,
         k_cache,
         v_cache,
-        k_new=k,
-        v_new=v,
-        cache_seqlens=cache_seqlens,
-        page_table=pages,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        cu_seqlens_q=offsets,
-        max_seqlen_q=arguments.number(
-            "max_seqlen_q", used.get("max_seqlen_q")
-        ),
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
         **options,
+        rotary_interleaved=rotary_interleaved,
         num_splits=num_splits or None,
         return_lse=return_softmax_lse,
     )

@@ -95,7 +95,7 @@ def flash_attn_varlen_func(
     )
     options = {
         **arguments.masks_and_scores(
-            softmax_scale, causal, window_size, softcap, alibi_slopes
+            softmax_scale, causal, window_size, alibi_slopes, softcap=softcap
         ),
         "cu_seqlens_q": _offsets("cu_seqlens_q", cu_seqlens_q),
         "max_seqlen_q": arguments.number("max_seqlen_q", max_seqlen_q),
@@ -114,8 +114,8 @@ def flash_attn_varlen_func(
             cu_seqlens_k,
             seqused_k,
             max_seqlen_k=arguments.number("max_seqlen_k", max_seqlen_k),
-            dropout=dropout,
             deterministic=deterministic,
+            **dropout,
             **options,
         )
     elif dropout:
@@ -187,6 +187,7 @@ def _used_tokens(offsets: Any, used: Any, total: int) -> tuple[Any, Any]:
     return new, index.clamp(0, total - 1)
 
 
+@arguments.takes_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(
     q: Any,
     kv: Any,
@@ -194,14 +195,7 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Any,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
     **hopper: Any,
 ) -> Any:
     """`flash_attn_varlen_func` of `k` and `v` in one tensor.
@@ -212,9 +206,7 @@ def flash_attn_varlen_kvpacked_func(
     kv : Tensor, (total_k, 2, nheads_k, headdim)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As in `flash_attn_varlen_func`.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-        As in `flash_attn_varlen_func`.
-    deterministic, return_attn_probs, **hopper
+    *options, **hopper
         As in `flash_attn_varlen_func`.
 
     Returns
@@ -231,31 +223,14 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
+        *options,
         **hopper,
     )
 
 
+@arguments.takes_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Any,
-    cu_seqlens: Any,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **hopper: Any,
+    qkv: Any, cu_seqlens: Any, max_seqlen: int, *options: Any, **hopper: Any
 ) -> Any:
     """`flash_attn_varlen_func` of `q`, `k` and `v` in one tensor.
 
@@ -264,9 +239,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv : Tensor, (total, 3, nheads, headdim)
     cu_seqlens, max_seqlen
         As those of queries and of keys in `flash_attn_varlen_func`.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-        As in `flash_attn_varlen_func`.
-    deterministic, return_attn_probs, **hopper
+    *options, **hopper
         As in `flash_attn_varlen_func`.
 
     Returns
@@ -283,13 +256,6 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens,
         max_seqlen,
         max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
+        *options,
         **hopper,
     )
