@@ -6,7 +6,7 @@ hashable, so equal calls are compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from cuflash.errors import DTypeError
@@ -44,12 +44,8 @@ def forward_call(
     arrays: Mapping[str, Abstract], asked: Asked, return_lse: bool
 ) -> Call:
     """Check a forward call."""
-    given = forward_arguments(asked)
-    call = validate.forward(
-        **_without_seed(arrays, given), **given, return_lse=return_lse
-    )
-    plan.check(call.problem)
-    return call
+    given = {**forward_arguments(asked), "return_lse": return_lse}
+    return _checked(validate.forward, arrays, given)
 
 
 def backward_call(
@@ -57,21 +53,15 @@ def backward_call(
 ) -> Call:
     """Check a backward call for the gradients of the arrays `wrt`."""
     given = gradient_arguments(asked, wrt)
-    call = validate.backward(**_without_seed(arrays, given), **given)
-    plan.check(call.problem)
-    return call
+    return _checked(validate.backward, arrays, given)
 
 
 def tangent_call(
     arrays: Mapping[str, Abstract], asked: Asked, return_lse: bool
 ) -> Call:
     """Check a jvp call."""
-    given = tangent_arguments(asked)
-    call = validate_derivatives.jvp(
-        **_without_seed(arrays, given), **given, return_lse=return_lse
-    )
-    plan.check(call.problem)
-    return call
+    given = {**tangent_arguments(asked), "return_lse": return_lse}
+    return _checked(validate_derivatives.jvp, arrays, given)
 
 
 def second_gradients_call(
@@ -82,9 +72,20 @@ def second_gradients_call(
 ) -> Call:
     """Check a double_backward call for the gradients of the arrays `wrt`."""
     given = second_arguments(asked, wrt, has_dlse)
-    call = validate_derivatives.double_backward(
-        **_without_seed(arrays, given), **given
-    )
+    return _checked(validate_derivatives.double_backward, arrays, given)
+
+
+def _checked(
+    check: Callable[..., Call],
+    arrays: Mapping[str, Abstract],
+    given: dict[str, Any],
+) -> Call:
+    """A call with a plan; for a seed that is an array any number stands."""
+    arrays = dict(arrays)
+    if "seed" in arrays:
+        _check_seed(arrays.pop("seed"))
+        given["seed"] = 0
+    call = check(**arrays, **given)
     plan.check(call.problem)
     return call
 
@@ -118,16 +119,6 @@ def second_arguments(
     if has_dlse:
         given["return_ddlse"] = True
     return given
-
-
-def _without_seed(
-    arrays: Mapping[str, Abstract], given: dict[str, Any]
-) -> dict[str, Abstract]:
-    """The arrays but a seed, for which any number stands."""
-    if "seed" in arrays:
-        _check_seed(arrays["seed"])
-        given["seed"] = 0
-    return {name: x for name, x in arrays.items() if name != "seed"}
 
 
 def gradient_inputs(names: tuple[str, ...], has_dlse: bool) -> tuple[str, ...]:
