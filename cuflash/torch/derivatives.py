@@ -149,13 +149,8 @@ class Tangents(_Function):
 
     @staticmethod
     def forward(static: Static, *tensors: Any) -> Any:
-        tensors = tuple(map(plain, tensors))
-        q, k, v, _out, _lse, *others = tensors[5:]
-        moved = {
-            name: x
-            for name, x in zip(MOVED, tensors[:5], strict=True)
-            if x is not None
-        }
+        moved, fixed = _parted(tensors)
+        q, k, v, _out, _lse, *others = fixed
         given = {"q": q, "k": k, "v": v}
         request, named = static.request, static.by_name(others)
         return jvp(request, given, moved, named)
@@ -260,13 +255,8 @@ class Second(_Function):
 
     @staticmethod
     def forward(static: Static, *tensors: Any) -> Any:
-        tensors = tuple(map(plain, tensors))
-        dout, dlse, q, k, v, out, lse, *others = tensors[5:]
-        moved = {
-            name: x
-            for name, x in zip(MOVED, tensors[:5], strict=True)
-            if x is not None
-        }
+        moved, fixed = _parted(tensors)
+        dout, dlse, q, k, v, out, lse, *others = fixed
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         wanted = static.wanted
         if dlse is not None:
@@ -286,7 +276,7 @@ class Second(_Function):
     def vmap(info: Any, in_dims: Any, static: Static, *tensors: Any) -> Any:
         inputs = (*MOVED, "out", "lse", *_fixed_names(static))
         results = ("q", "k", "v", "out", *static.wanted)
-        if tensors[6] is not None:
+        if tensors[len(MOVED) + 1] is not None:  # dlse
             results = (*results, "lse")
         rule = Rule(Second, static, inputs, results, len(MOVED))
         return rule.map(info, in_dims[1:], tensors)
@@ -332,6 +322,14 @@ def plain(x: Any) -> Any:
     if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return x.resolve_neg()
+
+
+def _parted(tensors: Any) -> tuple[dict[str, Any], Any]:
+    """Plain tensors: the first ones by what they move, and the others."""
+    tensors = tuple(map(plain, tensors))
+    named = dict(zip(MOVED, tensors, strict=False))
+    moved = {name: x for name, x in named.items() if x is not None}
+    return moved, tensors[len(MOVED) :]
 
 
 def _fixed_names(static: Static) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from cuflash.launch import rows
 from cuflash.request.problem import (
     MOST_STATES,
     Call,
-    Signature,
     strip,
     strip_lse,
 )
@@ -100,7 +99,7 @@ def merge_states(
             if torch.is_grad_enabled() and any(x.requires_grad for x in given):
                 return _Merged.apply(backend, *given)
             return _by_kernel(backend, *given)
-        checked_shapes(_check, states)
+        checked_shapes(validate.merge_states, states)
     return _by_torch(*given)
 
 
@@ -123,14 +122,10 @@ def _check_compiled(given: tuple[torch.Tensor, ...]) -> None:
             )
 
 
-def _check(**states: Any) -> Signature:
-    return validate.merge_states(**states).signature
-
-
 def _by_kernel(backend: Backend, *given: torch.Tensor) -> Merged:
     states = validate.states_of(given)
     described = tuple(describe(name, x) for name, x in states.items())
-    signature = checked(_check, described)
+    signature = checked(validate.merge_states, described)
     out, lse = rows.merge_states(Call(signature, states), backend)
     return strip(out, signature.rank), strip_lse(lse, signature.rank)
 

@@ -13,6 +13,7 @@ import torch
 
 from cuflash.launch import attention as execute
 from cuflash.request.problem import ALIGNMENT
+from cuflash.request.validate import attention as validate
 
 from . import request as requests
 from .request import Request, Results
@@ -51,9 +52,7 @@ def _launched(
         (name, *tensors[5 * i : 5 * i + 5]) for i, name in enumerate("qkv")
     )
     own = ("num_splits", request.num_splits, "return_lse", return_lse)
-    signature = checked(
-        requests.check_forward, described, *request.common, *own
-    )
+    signature = checked(validate.forward, described, *request.common, *own)
     if signature.rank != 4:
         return None
     return execute.launched_forward(signature, target, target.family)

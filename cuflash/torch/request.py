@@ -16,7 +16,7 @@ from cuflash.api import arrays as api_arrays
 from cuflash.api import attention as api_attention
 from cuflash.launch import attention as execute
 from cuflash.request import options
-from cuflash.request.problem import Call, Signature, strip, strip_lse
+from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.validate import attention as validate
 from cuflash.request.validate import host_values, scalars
 
@@ -97,7 +97,7 @@ class Request:
         given = {"q": q, "k": k, "v": v}
         if backend is None:
             return self.on_cpu(api_attention.forward, given, tensors, own)
-        call = self.call(check_forward, given, tensors, own)
+        call = self.call(validate.forward, given, tensors, own)
         out, lse = execute.forward(call, backend)
         if call.rank != 4:
             out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
@@ -130,7 +130,7 @@ class Request:
             given["dlse"] = dlse
         if backend is None:
             return self.on_cpu(api_attention.backward, given, tensors, own)
-        call = self.call(_check_backward, given, tensors, own)
+        call = self.call(validate.backward, given, tensors, own)
         results = execute.backward(call, backend)
         if call.rank == 4:
             return results
@@ -177,14 +177,6 @@ class Request:
         if not isinstance(results, tuple):
             results = (results,)
         return tuple(map(from_numpy, results))
-
-
-def check_forward(**arguments: Any) -> Signature:
-    return validate.forward(**arguments).signature
-
-
-def _check_backward(**arguments: Any) -> Signature:
-    return validate.backward(**arguments).signature
 
 
 def backend_of(x: torch.Tensor) -> Backend | None:

@@ -11,7 +11,7 @@ from cuflash.api import derivatives as api_derivatives
 from cuflash.api.derivatives import strip_each
 from cuflash.launch.runner import Kernels
 from cuflash.request.options import DIFFERENTIABLE
-from cuflash.request.problem import Signature, strip, strip_lse
+from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import derivatives as validate_derivatives
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
 
@@ -81,7 +81,9 @@ def jvp(
     if backend is None:
         run = ON_CPU["jvp"]
         return request.on_cpu(run, {**given, **moved}, tensors, own)[2:]
-    call = request.call(_check_jvp, {**given, **moved}, tensors, own)
+    call = request.call(
+        validate_derivatives.jvp, {**given, **moved}, tensors, own
+    )
     call.given, call.tangents = given, tangents
     _, _, out_dot, lse_dot = Kernels(backend).jvp(call)
     return strip_each(out_dot, call), strip_each(lse_dot, call, lse=True)
@@ -119,7 +121,7 @@ def double_backward(
     if backend is None:
         run = ON_CPU["double_backward"]
         return request.on_cpu(run, {**given, **moved}, tensors, own)
-    check = _check_double_backward
+    check = validate_derivatives.double_backward
     call = request.call(check, {**given, **moved}, tensors, own)
     call.given, call.tangents = given, cotangents
     results = Kernels(backend).double_backward(call)
@@ -128,11 +130,3 @@ def double_backward(
         for name, x in zip(wanted, results[4:], strict=True)
     )
     return (*(strip(x, call.rank) for x in results[:4]), *others)
-
-
-def _check_jvp(**arguments: Any) -> Signature:
-    return validate_derivatives.jvp(**arguments).signature
-
-
-def _check_double_backward(**arguments: Any) -> Signature:
-    return validate_derivatives.double_backward(**arguments).signature

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -68,13 +67,9 @@ def _signature(
     inplace: bool,
 ) -> Signature:
     signature = checked(
-        _check,
-        (x, *tables),
-        "interleaved",
-        interleaved,
-        "inverse",
-        inverse,
-    )
+        validate.apply_rotary, (x, *tables),
+        "interleaved", interleaved, "inverse", inverse,
+    )  # fmt: skip
     if not inplace:
         return signature
     layout = signature.layouts["x"]
@@ -82,7 +77,3 @@ def _signature(
         "x", layout.shape, layout.strides, layout.dtype.itemsize
     )
     return replace(signature, layouts={**signature.layouts, "out": layout})
-
-
-def _check(**arguments: Any) -> Signature:
-    return validate.apply_rotary(**arguments).signature

@@ -14,7 +14,7 @@ import torch
 
 from cuflash import settings
 from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
-from cuflash.request.problem import ALIGNMENT
+from cuflash.request.problem import ALIGNMENT, Call
 
 from .dtypes import NUMPY
 
@@ -65,12 +65,13 @@ def check_devices(devices: dict[str, torch.device]) -> None:
 def checked(
     check: Callable[..., Any], described: tuple[Described, ...], *values: Any
 ) -> Any:
-    """What `check` returns for a call, looked up if it is known.
+    """The signature of what `check` returns, looked up if it is known.
 
     Parameters
     ----------
     check : callable
-        Takes tensors (as `Shown`) and other arguments by name.
+        Takes tensors (as `Shown`) and other arguments by name. Of a Call
+        that it returns the signature is kept, anything else as it is.
     described : tuple
         The tensors.
     *values
@@ -111,7 +112,8 @@ def _check(
     check_devices({name: device for name, *_, device in described})
     shown = {x[0]: Shown(x) for x in described}
     others = dict(zip(values[::2], values[1::2], strict=True))
-    return check(**shown, **others)
+    found = check(**shown, **others)
+    return found.signature if isinstance(found, Call) else found
 
 
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_check)
