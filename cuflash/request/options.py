@@ -337,12 +337,6 @@ KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
 # Derived from the table ---------------------------------------------------
 
 
-def passed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call that differ from their defaults."""
-    others, arrays = split(given)
-    return others | arrays
-
-
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those that differ from their defaults: what is no array, and arrays.
 

@@ -105,16 +105,8 @@ def test_an_option_without_an_effect(tmp_path):
 BY_HAND = {
     "distributed.forward": "cuflash/distributed/attention.py",
     "distributed.backward": "cuflash/distributed/attention.py",
-    "torch.distributed_attention": "cuflash/torch/group_attention.py",
+    "torch.distributed_attention": "cuflash/distributed/attention.py",
     "flash_attn.flash_attn_func": "cuflash/flash_attn/",
-    "forward": "cuflash/api/attention.py",
-    "backward": "cuflash/api/attention.py",
-    "vjp": "cuflash/api/vjp.py",
-    "jvp": "cuflash/api/derivatives.py",
-    "double_backward": "cuflash/api/derivatives.py",
-    "forward_kvcache": "cuflash/api/kvcache.py",
-    "torch.attention": "cuflash/torch/ops.py",
-    "jax.attention": "cuflash/jax/",
 }
 
 

@@ -12,7 +12,6 @@ from cuflash.request import options
 from helpers.python_text import words_of
 
 PACKAGE = Path(cuflash.__file__).parent
-BRIDGES = "torch", "jax", "flash_attn", "distributed"
 NAMES = {x for row in options.TABLE for x in (row.name, row.part_of) if x}
 
 # By the beginning of a module's path: why options are named there; which,
@@ -82,6 +81,51 @@ PLACES = {
         " max_seqlen_q max_seqlen_k seed segment_ids_q segment_ids_k sink"
         " softcap window",
     ),
+    # Bridges: what others call ours, what a library asks of one option.
+    "torch/attention": ("seeds drawn, warnings", "bias dropout seed"),
+    "torch/derivatives": ("linear in it", "dropout"),
+    "torch/kvcache": ("packs queries alone", "cu_seqlens_q"),
+    "torch/kvcache_ops": ("the schema", "cu_seqlens_q window"),
+    "torch/masks": ("of models", "window"),
+    "torch/ops": ("the schema", "dropout seed window"),
+    "torch/request": ("offsets are checked", "cu_seqlens_q seed"),
+    "torch/sdpa": ("theirs", "bias dropout mask window"),
+    "torch/transformers": (
+        "theirs",
+        "bias dropout mask segment_ids_q segment_ids_k sink softcap window",
+    ),
+    "torch/transforms": ("axes", "bias cu_seqlens_q mask segment_ids"),
+    "torch/vmap": ("axes", "bias"),
+    "jax": ("a seed may be an array", "seed"),
+    "jax/attention": (
+        "axes, values on the host",
+        "bias cu_seqlens_q cu_seqlens_k mask max_seqlen_q max_seqlen_k seed"
+        " segment_ids window",
+    ),
+    "jax/batching": ("by position in the batch", "dropout"),
+    "jax/cuda": ("is converted", "alibi_slopes seed"),
+    "flash_attn/arguments": (
+        "theirs", "alibi_slopes bias dropout mask window"
+    ),
+    "flash_attn/dense": ("theirs", "alibi_slopes dropout softcap"),
+    "flash_attn/kvcache": (
+        "theirs", "alibi_slopes cu_seqlens_q max_seqlen_q softcap"
+    ),
+    "flash_attn/layers": ("theirs", "cu_seqlens"),
+    "flash_attn/rotation": ("theirs", "cu_seqlens"),
+    "flash_attn/varlen": (
+        "theirs",
+        "alibi_slopes cu_seqlens cu_seqlens_q cu_seqlens_k dropout"
+        " max_seqlen_q max_seqlen_k softcap",
+    ),
+    "distributed": (
+        "blocks of a mask",
+        "cu_seqlens cu_seqlens_q cu_seqlens_k mask seed window",
+    ),
+    "distributed/attention": (
+        "arguments of its own",
+        "cu_seqlens_q cu_seqlens_k mask softcap window",
+    ),
     # Other meanings of a word.
     "__init__": ("builders", "cu_seqlens segment_ids"),
     "api/builders": ("builders", "cu_seqlens segment_ids mask"),
@@ -92,7 +136,6 @@ PLACES = {
 MODULES = {
     file.relative_to(PACKAGE).with_suffix("").as_posix(): file
     for file in sorted(PACKAGE.rglob("*.py"))
-    if file.relative_to(PACKAGE).parts[0] not in BRIDGES
 }
 
 
