@@ -10,10 +10,7 @@ from cuflash.request.problem import MOST_STATES, strip, strip_lse
 from cuflash.request.validate import merging as validate
 
 if TYPE_CHECKING:
-    from cuflash.api.types import (
-        Array,
-        NumPyArray,
-    )
+    from cuflash.api.types import Array, NumPyArray
 
 from cuflash.api.arrays import open_arrays
 

@@ -11,11 +11,7 @@ from cuflash.request.validate import rotary as validate
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.api.types import (
-        Array,
-        NumPyArray,
-        RotaryOptions,
-    )
+    from cuflash.api.types import Array, NumPyArray, RotaryOptions
 
 from cuflash.api.arrays import OUT, open_arrays, reads_values
 

@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.errors import (
-    DTypeError,
-    ShapeError,
-    ValueRangeError,
-    type_name,
-)
+from cuflash.errors import DTypeError, ShapeError, ValueRangeError, type_name
 from cuflash.request import checks
 
 from . import arrays

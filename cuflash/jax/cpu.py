@@ -26,12 +26,7 @@ from .calls import (
     tangent_arguments,
     tangent_inputs,
 )
-from .primitives import (
-    attention_p,
-    gradients_p,
-    second_gradients_p,
-    tangent_p,
-)
+from .primitives import attention_p, gradients_p, second_gradients_p, tangent_p
 
 
 def _types(avals: Any) -> list[jax.ShapeDtypeStruct]:

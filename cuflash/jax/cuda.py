@@ -35,12 +35,7 @@ from .calls import (
     tangent_inputs,
 )
 from .machine import Cuda, Machine
-from .primitives import (
-    attention_p,
-    gradients_p,
-    second_gradients_p,
-    tangent_p,
-)
+from .primitives import attention_p, gradients_p, second_gradients_p, tangent_p
 from .recording import Recording, record
 
 Run = Callable[[Call, Backend], tuple[Any, ...]]

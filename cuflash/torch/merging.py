@@ -15,12 +15,7 @@ from cuflash.api import foreign_names
 from cuflash.backends.base import Backend
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.launch import rows
-from cuflash.request.problem import (
-    MOST_STATES,
-    Call,
-    strip,
-    strip_lse,
-)
+from cuflash.request.problem import MOST_STATES, Call, strip, strip_lse
 from cuflash.request.validate import merging as validate
 
 from .checks import check_tensors

@@ -255,8 +255,9 @@ def test_a_record_of_one_test(tmp_path):
         said = pool.do({"tests": [MERGE], "record": True})
     (ran,), (program,) = said["tests"], said["programs"].values()
     assert ran["passed"] and program["files"] == [
-        "common/elements.cuh", "common/merged_row.cuh",
-        "common/softmax.cuh", "common/types.cuh", "merge.cu",
+        "common/constants.cuh", "common/elements.cuh",
+        "common/merged_row.cuh", "common/softmax.cuh", "common/types.cuh",
+        "merge.cu",
     ]  # fmt: skip
     lines = (records.KERNELS / "merge.cu").read_text("ascii").splitlines()
     returns = next(i for i, x in enumerate(lines, 1) if "return;" in x)

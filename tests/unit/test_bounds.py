@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cuflash.reference.masks import visible
-from cuflash.request import options
+from cuflash.request import fields as fields_of_options
 from cuflash.request.problem import Signature
 from cuflash.request.validate import attention as validate
 from cuflash.request.validate import kvcache as validate_kvcache

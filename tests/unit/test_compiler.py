@@ -194,7 +194,7 @@ def test_a_wrong_shared_memory_plan_does_not_compile():
 
 def test_a_fault_in_the_constants_is_shown_there():
     wrong = small_kernel(Element="half_a_float")
-    with pytest.raises(CompileError, match=r"constants\(1\): error") as e:
+    with pytest.raises(CompileError, match=r"constants.cuh\(1\): error") as e:
         nvrtc.report(wrong, "sm_80")
     assert "\n>    1 | using Element = half_a_float;\n" in str(e.value)
 

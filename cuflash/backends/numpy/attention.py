@@ -27,11 +27,7 @@ from cuflash.backends.numpy.arrays import (
     scalars,
     zeros_of_logits,
 )
-from cuflash.backends.numpy.kinds import (
-    LARGEST_COTANGENT,
-    LARGEST_VALUE,
-    Kind,
-)
+from cuflash.backends.numpy.kinds import LARGEST_COTANGENT, LARGEST_VALUE, Kind
 from cuflash.backends.numpy.parts import parts
 from cuflash.backends.numpy.reference import LARGEST_FLOAT32
 from cuflash.reference import kvcache

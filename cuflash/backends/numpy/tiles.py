@@ -20,12 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.backends.numpy.arrays import Arrays, zeros_of_logits
-from cuflash.backends.numpy.scores import (
-    Scores,
-    of_heads,
-    steps,
-    transposed,
-)
+from cuflash.backends.numpy.scores import Scores, of_heads, steps, transposed
 from cuflash.backends.numpy.softmax import (
     GradientOfRows,
     Shift,
