@@ -70,7 +70,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
     if (consumer.warpgroup == CONSUMER_WARPGROUPS - 1) consumer.scheduler_barrier_arrive();
     if constexpr (!PACKED) consumer.begin_tile();
 
-    consumer.first_iteration<false>(consumer);
+    consumer.first_iteration<false>();
     for (;;) {
         consumer.main_loop();
         consumer.release_q();
@@ -85,8 +85,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             consumer.epilogue(slot);
             break;
         }
-        if constexpr (Q_STAGES == 1) consumer.first_iteration<true>(consumer, slot);
-        else consumer.iteration_across_tiles(consumer, slot);
+        if constexpr (Q_STAGES == 1) consumer.first_iteration<true>(slot);
+        else consumer.iteration_across_tiles(slot);
     }
 
     if (consumer.warpgroup == 0) consumer.scheduler_barrier_sync();     // pairs the last arrival

@@ -101,13 +101,13 @@ struct Consumer {
         warpgroup_fence_operand(acc);
         warpgroup_fence_operand(s);
         wgmma_fence();
-        gemm_qk(tile);
+        gemm_qk();
         pipeline_wait(v_full, v);
         wgmma_fence();
         gemm_pv();
         scheduler_barrier_arrive();
         wait_for_qk<1>();                                   // P V runs on
-        release_k(tile);
+        release_k(tile == 0);
         bool keeps_max = false;
         if constexpr (IS_MASKED) mask_scores(tile);
         else keeps_max = may_keep_max(s, rows, scale_log2, PlainScore{});
@@ -130,73 +130,55 @@ struct Consumer {
     }
 
     // The first S of a query tile, alone. STORES: meanwhile, stores the rows of the query tile in
-    // work slot `slot`. self: this consumer as what it is, Consumer or OptionsConsumer, which
-    // replaces what `self.` calls.
-    template <bool STORES, class Self>
-    __device__ __forceinline__ void first_iteration(Self& self, int slot = -1) {
+    // work slot `slot`.
+    template <bool STORES>
+    __device__ __forceinline__ void first_iteration(int slot = -1) {
         k = v;
         k.next();
-        if constexpr (!SPARSE_TILES) skip_tiles();
-        int tile = visited.num_visited - 1;
+        skip_tiles();
+        const int tile = visited.num_visited - 1;
         pipeline_wait(k_full, k);
-        self.acquire_key_tile(tile);
         scheduler_barrier_sync();
         warpgroup_fence_operand(s);
         wgmma_fence();
-        self.gemm_qk(tile);
+        gemm_qk();
         scheduler_barrier_arrive();
         if constexpr (STORES) epilogue(slot);
-        self.stage_biases(tile);
-        self.load_mask(tile);
         wait_for_qk<0>();
-        self.release_k(tile);
-        self.modify_scores(tile);
-        first_softmax(self, tile);
+        release_k(tile == 0);
+        mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale);
+        v = k;
+        pack_pairs<Element>(p, s);
     }
 
     // The first S of a query tile together with the last P V of the one in work slot `slot`, whose
     // rows are then stored: the pipeline does not drain between query tiles.
-    template <class Self>
-    __device__ __forceinline__ void iteration_across_tiles(Self& self, int slot) {
+    __device__ __forceinline__ void iteration_across_tiles(int slot) {
         k = v;
         k.next();
-        if constexpr (!SPARSE_TILES) skip_tiles();
-        int tile = visited.num_visited - 1;
+        skip_tiles();
+        const int tile = visited.num_visited - 1;
         pipeline_wait(k_full, k);
-        self.acquire_key_tile(tile);
         scheduler_barrier_sync();
         warpgroup_fence_operand(acc);
         warpgroup_fence_operand(s);
         wgmma_fence();
-        self.gemm_qk(tile);
+        gemm_qk();
         pipeline_wait(v_full, v);
         wgmma_fence();
         gemm_pv();
         scheduler_barrier_arrive();
-        self.stage_biases(tile);
-        self.load_mask(tile);
         wait_for_qk<1>();
-        self.release_k(tile);
-        self.modify_scores(tile);
+        release_k(tile == 0);
         wait_for_pv();
         release_v();
         epilogue(slot);
-        first_softmax(self, tile);
-    }
-    template <class Self> __device__ __forceinline__ void first_softmax(Self& self, int tile) {
-        self.mask_scores(tile);
-        online_softmax<true>(s, rows, scale_log2, rescale, self.score);
-        self.drop(tile);
+        mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale);
         v = k;
         pack_pairs<Element>(p, s);
     }
-    // Nothing without options.
-    static constexpr PlainScore score{};
-    __device__ __forceinline__ void acquire_key_tile(int&) {}
-    __device__ __forceinline__ void stage_biases(int) {}
-    __device__ __forceinline__ void load_mask(int) {}
-    __device__ __forceinline__ void modify_scores(int) {}
-    __device__ __forceinline__ void drop(int) {}
 
     // The last P V of a query tile, alone.
     __device__ __forceinline__ void last_gemm_pv() {
@@ -210,8 +192,8 @@ struct Consumer {
 
     // ---- GEMMs ----
 
-    // S = Q K^T of a key tile, asynchronously.
-    __device__ __forceinline__ void gemm_qk(int) {
+    // S = Q K^T, asynchronously.
+    __device__ __forceinline__ void gemm_qk() {
         issue_qk();
         wgmma_commit();
     }
@@ -263,8 +245,7 @@ struct Consumer {
     // ---- Stages ----
 
     // With one stage of Q, it is released after the query tile's last S.
-    __device__ __forceinline__ void release_k(int tile) { release_k_and_q(tile == 0); }
-    __device__ __forceinline__ void release_k_and_q(bool is_last_tile) {
+    __device__ __forceinline__ void release_k(bool is_last_tile) {
         if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
         if (Q_STAGES == 1 && is_last_tile && lane == 0) mbarrier_arrive(q_empty);
     }

@@ -1,6 +1,5 @@
 // Consumer warpgroup of forward.cu with options: score modifications, window, segment ids, boolean
-// mask, dropout. OptionsConsumer replaces Consumer's iteration and steps of its first iterations,
-// and inherits the rest.
+// mask, dropout. OptionsConsumer replaces the iterations of Consumer and inherits the rest.
 #pragma once
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_boolean_mask.cuh"
@@ -57,12 +56,12 @@ struct OptionsConsumer : Consumer {
         k = v;
         k.next();
         pipeline_wait(k_full, k);
-        acquire_key_tile(tile);
+        tile = acquire_key_tile(tile);
         issue_gemms(tile);
         if constexpr (!BIAS_PREFETCH) stage_biases(tile);
         load_mask(tile);
         wait_for_qk<1>();
-        release_k(tile);
+        release_k(is_last(tile));
         bool keeps_max = modify_scores<USES_POLY3>(tile);
         if constexpr (MAY_KEEP_MAX && !USES_POLY3)          // before a masked pair becomes -inf
             keeps_max = may_keep_max(s, rows, scale_log2, score);
@@ -103,6 +102,52 @@ struct OptionsConsumer : Consumer {
                 end_iteration();
             }
         }
+    }
+    template <bool STORES>
+    __device__ __forceinline__ void first_iteration(int slot = -1) {
+        k = v;
+        k.next();
+        if constexpr (!SPARSE_TILES) skip_tiles();
+        pipeline_wait(k_full, k);
+        const int tile = acquire_key_tile(visited.num_visited - 1);
+        scheduler_barrier_sync();
+        warpgroup_fence_operand(s);
+        wgmma_fence();
+        gemm_qk(tile);
+        scheduler_barrier_arrive();
+        if constexpr (STORES) epilogue(slot);
+        stage_biases(tile);
+        load_mask(tile);
+        wait_for_qk<0>();
+        release_k(is_last(tile));
+        modify_scores<false>(tile);
+        mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale, score);
+        drop(tile);
+        v = k;
+        pack_pairs<Element>(p, s);
+    }
+
+    __device__ __forceinline__ void iteration_across_tiles(int slot) {
+        k = v;
+        k.next();
+        if constexpr (!SPARSE_TILES) skip_tiles();
+        pipeline_wait(k_full, k);
+        const int tile = acquire_key_tile(visited.num_visited - 1);
+        issue_gemms(tile);
+        stage_biases(tile);
+        load_mask(tile);
+        wait_for_qk<1>();
+        release_k(is_last(tile));
+        modify_scores<false>(tile);
+        wait_for_pv();
+        release_v();
+        epilogue(slot);
+        mask_scores(tile);
+        online_softmax<true>(s, rows, scale_log2, rescale, score);
+        drop(tile);
+        v = k;
+        pack_pairs<Element>(p, s);
     }
 
     // ---- GEMMs ----
@@ -145,15 +190,15 @@ struct OptionsConsumer : Consumer {
         return true;
     }
 
-    // With SPARSE_TILES, stage k, which is full, tells which key tile it is.
-    __device__ __forceinline__ void acquire_key_tile(int& tile) {
-        if constexpr (SPARSE_TILES) {
-            flags = shared.extras.flags[k.index];
-            tile = flags.tile();
-        }
+    // The index of the key tile in stage k, which is full.
+    __device__ __forceinline__ int acquire_key_tile(int expected) {
+        if constexpr (!SPARSE_TILES) return expected;
+        flags = shared.extras.flags[k.index];
+        return flags.tile();
     }
-    __device__ __forceinline__ void release_k(int tile) {
-        release_k_and_q(SPARSE_TILES ? flags.is_last() : tile == visited.first);
+    // Whether it is the query tile's last.
+    __device__ __forceinline__ bool is_last(int tile) const {
+        return SPARSE_TILES ? flags.is_last() : tile == visited.first;
     }
 
     // ---- Scores ----
@@ -168,7 +213,7 @@ struct OptionsConsumer : Consumer {
     }
 
     // S becomes scores. True if it stays S, because all of it fits tanh_poly3 (Poly3Score).
-    template <bool USES_POLY3 = false>
+    template <bool USES_POLY3>
     __device__ __forceinline__ bool modify_scores(int tile) {
         if constexpr (ALIBI_MMA) {
             score = {};
