@@ -87,8 +87,9 @@ def pytest_collection_modifyitems(config, items):
     rules = slow.rules(slow.FILE.read_text())
     names = [item.nodeid.rpartition("tests/")[2] for item in items]
     config.stash[slow.COLLECTED] = names
+    left = slow.slow_of(names, rules)
     for item, name in zip(items, names, strict=True):
-        if slow.is_slow(name, rules):
+        if name in left:
             item.add_marker("slow")
         if getattr(item.obj, "is_hypothesis_test", False):
             item.add_marker("property")

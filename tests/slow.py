@@ -1,6 +1,5 @@
 """Which tests `make test` leaves to `make test-all`: slow.txt."""
 
-import functools
 import re
 from pathlib import Path
 
@@ -27,26 +26,37 @@ def rules(text):
     return found
 
 
-@functools.cache
-def compiled(*patterns):
+def _expression(*patterns):
     """Patterns, in which * matches anything, as one regular expression."""
-    either = "|".join(map(re.escape, patterns)).replace(r"\*", ".*")
-    return re.compile(either, re.S)
+    return "|".join(re.escape(x).replace(r"\*", ".*") for x in patterns)
 
 
-def matches(pattern, name):
-    return compiled(pattern).fullmatch(name)
+def _matching(names, expression):
+    matches = re.compile(expression, re.S).fullmatch
+    return {*filter(matches, names)}
 
 
-def is_slow(name, given):
-    """Whether rules name a test (test_x.py::test_y[z]) and do not keep it."""
-    # Most tests have no rule: one expression says so a hundred times faster.
-    if not compiled(*(tests for tests, _ in given)).fullmatch(name):
-        return False
-    return any(
-        matches(tests, name) and not any(matches(x, name) for x in kept)
-        for tests, kept in given
-    )
+def _by_file(names):
+    """Return names by file: most rules are of one, and tests are many."""
+    found = {}
+    for name in names:
+        found.setdefault(name.partition("::")[0], []).append(name)
+    return found
+
+
+def slow_of(names, given):
+    """Return those of names (test_x.py::test_y[z]) that rules make slow."""
+    slow = set()
+    for file, named in _by_file(names).items():
+        either = [
+            (rf"(?!(?:{_expression(*kept)})\Z)" if kept else "")
+            + _expression(tests)
+            for tests, kept in given
+            if tests.startswith(f"{file}::") or "*" in tests.partition("::")[0]
+        ]
+        if either:
+            slow |= _matching(named, "|".join(either))
+    return slow
 
 
 def idle(names, given):
@@ -54,11 +64,13 @@ def idle(names, given):
 
     names : of all tests.
     """
+    slow, of_file = slow_of(names, given), _by_file(names)
     for tests, kept in given:
-        named = [x for x in names if matches(tests, x)]
+        file = tests.partition("::")[0]
+        named = names if "*" in file else of_file.get(file, [])
+        named = _matching(named, _expression(tests))
         if not named:
             yield tests
         for pattern in kept:
-            run = (x for x in named if matches(pattern, x))
-            if not any(not is_slow(x, given) for x in run):
+            if _matching(named, _expression(pattern)) <= slow:
                 yield f"{tests} but {pattern}"

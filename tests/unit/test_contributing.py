@@ -30,8 +30,9 @@ def test_each_file_of_tests_has_a_row():
 
 def test_each_command_runs_tests_of_each_file_that_it_names(request):
     """Of those that this run has collected."""
-    collected, rules = {}, slow.rules(slow.FILE.read_text())
-    for name in request.config.stash[slow.COLLECTED]:
+    names, collected = request.config.stash[slow.COLLECTED], {}
+    left = slow.slow_of(names, slow.rules(slow.FILE.read_text()))
+    for name in names:
         collected.setdefault(name.partition("::")[0], []).append(name)
     left_out = []
     for row in ROWS.values():
@@ -41,7 +42,7 @@ def test_each_command_runs_tests_of_each_file_that_it_names(request):
             }:
                 names = collected[file]
                 if suite == "test":
-                    names = [x for x in names if not slow.is_slow(x, rules)]
+                    names = [x for x in names if x not in left]
                 if not any(guide.is_chosen(x, words) for x in names):
                     left_out.append((row.change, file))
     assert left_out == []
