@@ -4,6 +4,7 @@ A bare assert of `.all()` says "assert not True": no array, index or number.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ FILES = sorted(TESTS.rglob("*.py"))
 # Functions that compare arrays, of NumPy, JAX and PyTorch.
 WHOLE = {"all", "allclose", "array_equal", "equal", "isclose"}
 LIBRARIES = {"np", "jnp", "torch"}
+# A file without one of them has nothing to find; parsing it takes longer.
+SPOKEN = re.compile(rf"\.\s*(any|testing|{'|'.join(WHOLE)})\b")
 
 
 def is_all(node):
@@ -60,12 +63,15 @@ def says_nothing(node):
 
 def bare(text):
     """Return the lines of asserts that say nothing."""
+    if not SPOKEN.search(text):
+        return []
     return [
         node.lineno
         for node in ast.walk(ast.parse(text))
         if (isinstance(node, ast.Assert) and says_nothing(node.test))
         or (
             isinstance(node, ast.Attribute)
+            and node.attr == "testing"
             and ast.unparse(node) == "np.testing"
         )
     ]
@@ -101,6 +107,6 @@ def test_what_needs_no_index(line):
     assert bare(line) == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda x: "-".join(x.parts[-2:]))
-def test_no_comparison_is_bare(file):
-    assert bare(file.read_text()) == []
+def test_no_comparison_is_bare():
+    lines = {str(file): bare(file.read_text()) for file in FILES}
+    assert {file: found for file, found in lines.items() if found} == {}

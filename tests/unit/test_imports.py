@@ -1,6 +1,7 @@
 """Which module imports which (the layering rules), and import times."""
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -98,6 +99,7 @@ def modules(folder, package):
     }
 
 
+@functools.cache
 def all_modules():
     """The package's modules and those of its folders, by dotted name."""
     found = modules(PACKAGE, "cuflash")
@@ -108,8 +110,13 @@ def all_modules():
     return found
 
 
-CUFLASH = all_modules()
-OF_REFERENCE = modules(REFERENCE, "cuflash.reference")
+@functools.cache
+def of_reference():
+    return modules(REFERENCE, "cuflash.reference")
+
+
+def first_parts(names):
+    return {name.partition(".")[0] for name in names}
 
 
 def of_cuflash(imports):
@@ -119,7 +126,7 @@ def of_cuflash(imports):
         first, *rest = name.split(".")
         if first == "cuflash":
             own = [".".join(rest[:n]) for n in (4, 3, 2, 1)]
-            known = (x for x in own if x in CUFLASH or x == "reference")
+            known = (x for x in own if x in all_modules() or x == "reference")
             names.add(next(known, "__init__"))
     return names
 
@@ -155,16 +162,17 @@ if TYPE_CHECKING:
     assert imports.later == {"cuflash.reference.attention", "cupy.cuda"}
 
 
-@pytest.mark.parametrize("module", sorted(CUFLASH))
-def test_a_module_imports_from_rooms_below_alone(module):
-    room = room_of(module)
-    found = {room_of(name) for name in of_cuflash(CUFLASH[module])}
-    assert found <= {room, *LAW[room].split()}
+def test_modules_import_from_rooms_below_alone():
+    for module, imports in all_modules().items():
+        room = room_of(module)
+        found = {room_of(name) for name in of_cuflash(imports)}
+        assert found <= {room, *LAW[room].split()}, module
 
 
 def test_neither_the_law_nor_the_modules_have_a_cycle():
     law = {room: below.split() for room, below in LAW.items()}
-    found = {x: of_cuflash(imports) - {x} for x, imports in CUFLASH.items()}
+    modules = all_modules().items()
+    found = {x: of_cuflash(imports) - {x} for x, imports in modules}
     for graph in (law, found):
         TopologicalSorter(graph).prepare()  # raises CycleError
 
@@ -176,43 +184,36 @@ def test_the_reference_has_no_cycle():
             for name in imports.top | imports.later
             if name.startswith("cuflash.reference.")
         }
-        for module, imports in OF_REFERENCE.items()
+        for module, imports in of_reference().items()
     }
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("module", sorted(OF_REFERENCE))
-def test_the_reference_imports_nothing_of_cuflash(module):
-    imports = OF_REFERENCE[module]
-    names = imports.top | imports.later
-    own = {name for name in names if name.startswith("cuflash.reference")}
-    foreign = {name.partition(".")[0] for name in names - own}
-    assert foreign <= {*sys.stdlib_module_names, "numpy", "scipy"}
+def test_the_reference_imports_nothing_of_cuflash():
+    for module, imports in of_reference().items():
+        names = imports.top | imports.later
+        own = {x for x in names if x.startswith("cuflash.reference")}
+        foreign = first_parts(names - own)
+        assert foreign <= {*sys.stdlib_module_names, "numpy", "scipy"}, module
 
 
-@pytest.mark.parametrize("module", sorted(CUFLASH))
-def test_cupy_is_imported_only_where_allowed(module):
-    imports = CUFLASH[module]
-    top, all_of_it = imports.top, imports.top | imports.later
+def test_cupy_is_imported_only_where_allowed():
     cupy = {"cupy", "cupyx", "cupy_backends"}
-    if module not in MAY_IMPORT_CUPY:
-        assert not {name.partition(".")[0] for name in all_of_it} & cupy
-    if module != "backends.cupy":  # imported by the first call itself
-        assert not {name.partition(".")[0] for name in top} & cupy
+    for module, imports in all_modules().items():
+        if module not in MAY_IMPORT_CUPY:
+            assert not first_parts(imports.top | imports.later) & cupy, module
+        if module != "backends.cupy":  # imported by the first call itself
+            assert not first_parts(imports.top) & cupy, module
 
 
-@pytest.mark.parametrize("module", sorted(CUFLASH))
-def test_a_bridge_is_alone_with_its_library(module):
+@pytest.mark.parametrize("library", BRIDGES)
+def test_a_bridge_is_alone_with_its_library(library):
     """No other module imports a bridge, or the library of one."""
-    imports = CUFLASH[module]
-    first = {name.partition(".")[0] for name in imports.top | imports.later}
-    for library in BRIDGES:
-        above = ON_TOP.get(library, ())
-        if room_of(module) not in (library, *above):
-            assert library not in first
-            assert not {x.partition(".")[0] for x in of_cuflash(imports)} & {
-                library
-            }
+    alone = library, *ON_TOP.get(library, ())
+    for module, imports in all_modules().items():
+        names = imports.top | imports.later | of_cuflash(imports)
+        if room_of(module) not in alone:
+            assert library not in first_parts(names), module
 
 
 def run_without(blocked, text):

@@ -4,8 +4,6 @@ import re
 from collections import defaultdict
 from functools import cache
 
-import pytest
-
 from cuflash.build.source import GENERATED, KERNELS, kernel_files
 from mutation_parts.tokens import Source
 
@@ -14,20 +12,22 @@ CONSTANTS = "common/constants.cuh"  # lists those that plans set
 FILES = {name: path.read_text() for name, path in kernel_files().items()}
 
 
+@cache
 def code_of(name):
     return re.sub(r"//.*", "", FILES[name])
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_lines_are_at_most_100_columns_of_ascii(name):
-    assert FILES[name].isascii() and "\t" not in FILES[name]
-    assert max(map(len, FILES[name].splitlines())) <= 100
+def test_lines_are_at_most_100_columns_of_ascii():
+    for name, text in FILES.items():
+        assert text.isascii() and "\t" not in text, name
+        assert max(map(len, text.splitlines())) <= 100, name
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_only_files_of_the_folder_are_included(name):
-    included = re.findall(r"#\s*include\s+(.*)", code_of(name))
-    assert set(included) <= {f'"{file}"' for file in [*FILES, *GENERATED]}
+def test_only_files_of_the_folder_are_included():
+    known = {f'"{file}"' for file in [*FILES, *GENERATED]}
+    for name in FILES:
+        included = re.findall(r"#\s*include\s+(.*)", code_of(name))
+        assert set(included) <= known, name
 
 
 def included_by(name):
@@ -44,6 +44,7 @@ def capitals_in(name):
     return set(re.findall(r"(?<!::)\b[A-Z][A-Z0-9_]+\b", code))
 
 
+@cache
 def declared_in(name):
     """Return the constants that a file declares: a type, then the name."""
     if name == CONSTANTS:
@@ -56,11 +57,11 @@ def declared_in(name):
     return {*sum(found, []), *re.findall(r"\b[A-Z][A-Z0-9_]+\b", enums)}
 
 
-@pytest.mark.parametrize("name", sorted(FILES.keys() - {PTX}))
-def test_a_file_includes_the_constants_that_it_uses(name):
+def test_a_file_includes_the_constants_that_it_uses():
     """None relies on what stands above the line that includes it."""
-    known = set().union(*map(declared_in, included_by(name)))
-    assert capitals_in(name) - known == set()
+    for name in FILES.keys() - {PTX}:
+        known = set().union(*map(declared_in, included_by(name)))
+        assert capitals_in(name) - known == set(), name
 
 
 def test_constants_of_plans_are_listed():
@@ -87,9 +88,9 @@ def test_sections_of_the_ptx_manual_go_by_title():
     assert not re.search(r"PTX ISA[ :]+\d", " ".join(FILES.values()))
 
 
-@pytest.mark.parametrize("name", sorted(FILES.keys() - {PTX}))
-def test_files_are_at_most_450_lines(name):
-    assert FILES[name].count("\n") <= 450
+def test_files_are_at_most_450_lines():
+    lines = {x: FILES[x].count("\n") for x in FILES.keys() - {PTX}}
+    assert {x: n for x, n in lines.items() if n > 450} == {}
 
 
 def lists_by_position(text):
@@ -101,9 +102,10 @@ def lists_by_position(text):
     return [x.count(",") + 1 for x in found]
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_more_than_seven_members_are_filled_by_name(name):
-    assert max(lists_by_position(code_of(name)), default=0) <= 7
+def test_more_than_seven_members_are_filled_by_name():
+    for name in FILES:
+        sizes = lists_by_position(code_of(name))
+        assert max(sizes, default=0) <= 7, name
 
 
 @cache
