@@ -5,8 +5,6 @@ Identifiers, keywords and strings count; comments and docstrings do not.
 
 from pathlib import Path
 
-import pytest
-
 import cuflash
 from cuflash.request import options
 from helpers.python_text import words_of
@@ -151,10 +149,10 @@ def named_in(place):
     return NAMES & set().union(*map(words_of, texts))
 
 
-@pytest.mark.parametrize("place", ["", *PLACES])
-def test_a_place_names_the_options_listed(place):
+def test_each_place_names_the_options_listed():
     """No others, and each of them; "" is all that is outside the places."""
-    _, *some = PLACES.get(place, ("", ""))
-    found = named_in(place)
-    assert found == set(some[0].split() if some else found)
-    assert found or not place
+    for place in ["", *PLACES]:
+        _, *some = PLACES.get(place, ("", ""))
+        found = named_in(place)
+        assert found == set(some[0].split() if some else found), place
+        assert found or not place, place
