@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from cuflash.errors import DTypeError
 from cuflash.plans import plan
 from cuflash.request import checks
+from cuflash.request.folding import Names
 from cuflash.request.options import MOVED
 from cuflash.request.problem import Call
 from cuflash.request.validate import attention as validate
@@ -49,7 +50,7 @@ def forward_call(
 
 
 def backward_call(
-    arrays: Mapping[str, Abstract], asked: Asked, wrt: tuple[str, ...]
+    arrays: Mapping[str, Abstract], asked: Asked, wrt: Names
 ) -> Call:
     """Check a backward call for the gradients of the arrays `wrt`."""
     given = gradient_arguments(asked, wrt)
@@ -65,10 +66,7 @@ def tangent_call(
 
 
 def second_gradients_call(
-    arrays: Mapping[str, Abstract],
-    asked: Asked,
-    wrt: tuple[str, ...],
-    has_dlse: bool,
+    arrays: Mapping[str, Abstract], asked: Asked, wrt: Names, has_dlse: bool
 ) -> Call:
     """Check a double_backward call for the gradients of the arrays `wrt`."""
     given = second_arguments(asked, wrt, has_dlse)
@@ -95,7 +93,7 @@ def forward_arguments(asked: Asked) -> dict[str, Any]:
     return {k: x for k, x in asked if k not in _BACKWARD_ONLY}
 
 
-def gradient_arguments(asked: Asked, wrt: tuple[str, ...]) -> dict[str, Any]:
+def gradient_arguments(asked: Asked, wrt: Names) -> dict[str, Any]:
     """The arguments of `cuflash.backward` that are not arrays."""
     given = {k: x for k, x in asked if k not in _FORWARD_ONLY}
     for name in gradient_names(wrt)[3:]:
@@ -110,7 +108,7 @@ def tangent_arguments(asked: Asked) -> dict[str, Any]:
 
 
 def second_arguments(
-    asked: Asked, wrt: tuple[str, ...], has_dlse: bool
+    asked: Asked, wrt: Names, has_dlse: bool
 ) -> dict[str, Any]:
     """The arguments of `cuflash.double_backward` that are not arrays."""
     given = {k: x for k, x in asked if k not in _FORWARD_ONLY}
@@ -121,33 +119,29 @@ def second_arguments(
     return given
 
 
-def gradient_inputs(names: tuple[str, ...], has_dlse: bool) -> tuple[str, ...]:
+def gradient_inputs(names: Names, has_dlse: bool) -> Names:
     """The operands of a gradients call; `names` are those of attention."""
     return ("dout", "dlse")[: 1 + has_dlse] + (*names, "out", "lse")
 
 
-def tangent_inputs(
-    names: tuple[str, ...], wrt: tuple[str, ...]
-) -> tuple[str, ...]:
+def tangent_inputs(names: Names, wrt: Names) -> Names:
     """The operands of a tangent call; `wrt` are the arrays that move."""
     return (*(TANGENTS[x] for x in wrt), *names, "out", "lse")
 
 
-def second_inputs(
-    names: tuple[str, ...], moved: tuple[str, ...], has_dlse: bool
-) -> tuple[str, ...]:
+def second_inputs(names: Names, moved: Names, has_dlse: bool) -> Names:
     """The operands of a second_gradients call."""
     cotangents = (COTANGENTS[x] for x in moved)
     return (*cotangents, *gradient_inputs(names, has_dlse))
 
 
-def second_names(wrt: tuple[str, ...], has_dlse: bool) -> tuple[str, ...]:
+def second_names(wrt: Names, has_dlse: bool) -> Names:
     """What a double_backward call returns gradients of, in its order."""
     more = gradient_names(wrt)[3:]
     return ("q", "k", "v", "out", *more, *("lse",) * has_dlse)
 
 
-def gradient_names(wrt: tuple[str, ...]) -> tuple[str, ...]:
+def gradient_names(wrt: Names) -> Names:
     """The arrays whose gradients a backward call returns, in its order."""
     return tuple(x for x in MOVED if x in wrt or x in "qkv")
 

@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 
 from cuflash.api import attention as api_attention
 from cuflash.api import derivatives as api_derivatives
+from cuflash.request.folding import Names
 
 from .calls import (
     Asked,
@@ -33,7 +34,7 @@ def _types(avals: Any) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
 
-def _arrays(names: tuple[str, ...], buffers: Any) -> dict[str, Any]:
+def _arrays(names: Names, buffers: Any) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     for name, buffer in zip(names, buffers, strict=True):
         arrays[name] = np.asarray(buffer)
@@ -43,7 +44,7 @@ def _arrays(names: tuple[str, ...], buffers: Any) -> dict[str, Any]:
 
 
 def _forward(
-    names: tuple[str, ...],
+    names: Names,
     arguments: dict[str, Any],
     context: Any,
     results: Any,
@@ -57,9 +58,9 @@ def _forward(
 
 
 def _backward(
-    names: tuple[str, ...],
+    names: Names,
     arguments: dict[str, Any],
-    wrt: tuple[str, ...],
+    wrt: Names,
     context: Any,
     results: Any,
     *buffers: Any,
@@ -75,7 +76,7 @@ def _backward(
 
 
 def _tangent(
-    names: tuple[str, ...],
+    names: Names,
     arguments: dict[str, Any],
     context: Any,
     results: Any,
@@ -91,10 +92,10 @@ def _tangent(
 
 
 def _second_gradients(
-    names: tuple[str, ...],
+    names: Names,
     arguments: dict[str, Any],
-    results_of: tuple[str, ...],
-    returned: tuple[str, ...],
+    results_of: Names,
+    returned: Names,
     context: Any,
     results: Any,
     *buffers: Any,
@@ -117,16 +118,13 @@ def _lower(make: Callable[..., Callable[..., None]]) -> mlir.LoweringRule:
 
 
 def _forward_of(
-    names: tuple[str, ...], asked: Asked, return_lse: bool
+    names: Names, asked: Asked, return_lse: bool
 ) -> Callable[..., None]:
     return functools.partial(_forward, names, forward_arguments(asked))
 
 
 def _backward_of(
-    names: tuple[str, ...],
-    asked: Asked,
-    wrt: tuple[str, ...],
-    has_dlse: bool,
+    names: Names, asked: Asked, wrt: Names, has_dlse: bool
 ) -> Callable[..., None]:
     arguments = gradient_arguments(asked, wrt)
     given = gradient_inputs(names, has_dlse)
@@ -134,22 +132,14 @@ def _backward_of(
 
 
 def _tangent_of(
-    names: tuple[str, ...],
-    wrt: tuple[str, ...],
-    asked: Asked,
-    return_lse: bool,
-    several: bool,
+    names: Names, wrt: Names, asked: Asked, return_lse: bool, several: bool
 ) -> Callable[..., None]:
     arguments = tangent_arguments(asked)
     return functools.partial(_tangent, tangent_inputs(names, wrt), arguments)
 
 
 def _second_gradients_of(
-    names: tuple[str, ...],
-    asked: Asked,
-    moved: tuple[str, ...],
-    wrt: tuple[str, ...],
-    has_dlse: bool,
+    names: Names, asked: Asked, moved: Names, wrt: Names, has_dlse: bool
 ) -> Callable[..., None]:
     return functools.partial(
         _second_gradients,

@@ -19,6 +19,7 @@ from cuflash.backends.base import Backend
 from cuflash.launch import attention as execute
 from cuflash.launch.runner import Kernels
 from cuflash.request import options
+from cuflash.request.folding import Names
 from cuflash.request.problem import Call
 
 from .arrays import Abstract, abstract
@@ -168,7 +169,7 @@ def _with_scale(asked: Asked, head_dim: int) -> Asked:
 
 def _forward(
     *operands: Any,
-    names: tuple[str, ...],
+    names: Names,
     asked: Asked,
     return_lse: bool,
     machine: Machine,
@@ -186,9 +187,9 @@ def _forward(
 
 def _backward(
     *operands: Any,
-    names: tuple[str, ...],
+    names: Names,
     asked: Asked,
-    wrt: tuple[str, ...],
+    wrt: Names,
     has_dlse: bool,
     machine: Machine,
 ) -> list[Any]:
@@ -205,8 +206,8 @@ def _backward(
 
 def _tangent(
     *operands: Any,
-    names: tuple[str, ...],
-    wrt: tuple[str, ...],
+    names: Names,
+    wrt: Names,
     asked: Asked,
     return_lse: bool,
     several: bool,
@@ -226,10 +227,10 @@ def _tangent(
 
 def _second_gradients(
     *operands: Any,
-    names: tuple[str, ...],
+    names: Names,
     asked: Asked,
-    moved: tuple[str, ...],
-    wrt: tuple[str, ...],
+    moved: Names,
+    wrt: Names,
     has_dlse: bool,
     machine: Machine,
 ) -> list[Any]:

@@ -21,6 +21,7 @@ import jax
 from jax.interpreters import ad, mlir
 
 from cuflash.errors import UnsupportedError
+from cuflash.request.folding import Names
 from cuflash.request.options import MOVED
 
 from .calls import Asked
@@ -32,8 +33,6 @@ from .primitives import (
     second_tangent_p,
     tangent_p,
 )
-
-Names = tuple[str, ...]
 
 _FORWARD_TWICE = (
     "forward mode twice over cuflash.jax.attention is not supported (jax.jvp "

@@ -26,6 +26,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cuflash.errors import UnsupportedError
+from cuflash.request.folding import Names
 
 from .arrays import abstract
 from .calls import (
@@ -110,11 +111,7 @@ def _attention_types(
 
 @tangent_p.def_abstract_eval
 def _tangent_types(
-    *operands: Any,
-    wrt: tuple[str, ...],
-    return_lse: bool,
-    several: bool,
-    **_: Any,
+    *operands: Any, wrt: Names, return_lse: bool, several: bool, **_: Any
 ) -> list[Any]:
     q, _k, v = operands[len(wrt) : len(wrt) + 3]
     return _by_direction(_results(q, v, return_lse), operands[0], several)
@@ -123,8 +120,8 @@ def _tangent_types(
 @second_tangent_p.def_abstract_eval
 def _second_tangent_types(
     *operands: Any,
-    wrt: tuple[str, ...],
-    moved: tuple[str, ...],
+    wrt: Names,
+    moved: Names,
     return_lse: bool,
     several: bool,
     **_: Any,
@@ -145,11 +142,7 @@ def _by_direction(results: list[Any], tangent: Any, several: bool) -> Any:
 
 @gradients_p.def_abstract_eval
 def _gradient_types(
-    *operands: Any,
-    names: tuple[str, ...],
-    asked: Asked,
-    wrt: tuple[str, ...],
-    has_dlse: bool,
+    *operands: Any, names: Names, asked: Asked, wrt: Names, has_dlse: bool
 ) -> list[Any]:
     given = dict(zip(gradient_inputs(names, has_dlse), operands, strict=True))
     types = {name: abstract(x) for name, x in given.items()}
@@ -160,7 +153,7 @@ def _gradient_types(
 
 @gradients_tangent_p.def_abstract_eval
 def _gradients_tangent_types(
-    *operands: Any, moved: tuple[str, ...], **params: Any
+    *operands: Any, moved: Names, **params: Any
 ) -> list[Any]:
     return _gradient_types(*operands[len(moved) :], **params)
 
@@ -168,10 +161,10 @@ def _gradients_tangent_types(
 @second_gradients_p.def_abstract_eval
 def _second_gradient_types(
     *operands: Any,
-    names: tuple[str, ...],
+    names: Names,
     asked: Asked,
-    moved: tuple[str, ...],
-    wrt: tuple[str, ...],
+    moved: Names,
+    wrt: Names,
     has_dlse: bool,
 ) -> list[Any]:
     inputs = second_inputs(names, moved, has_dlse)
