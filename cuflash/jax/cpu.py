@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -29,6 +28,8 @@ from .calls import (
 )
 from .primitives import attention_p, gradients_p, second_gradients_p, tangent_p
 
+Callback: TypeAlias = Callable[..., None]  # of a call, by XLA
+
 
 def _types(avals: Any) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
@@ -43,72 +44,75 @@ def _arrays(names: Names, buffers: Any) -> dict[str, Any]:
     return arrays
 
 
-def _forward(
-    names: Names,
-    arguments: dict[str, Any],
-    context: Any,
-    results: Any,
-    *buffers: Any,
-) -> None:
-    out, *lse = map(np.asarray, results)
-    given = _arrays(names, buffers) | arguments
-    got = api_attention.forward(**given, out=out, return_lse=bool(lse))
-    if lse:
-        lse[0][...] = got[1]
+def _forward(names: Names, asked: Asked, return_lse: bool) -> Callback:
+    arguments = forward_arguments(asked)
+
+    def run(context: Any, results: Any, *buffers: Any) -> None:
+        out, *lse = map(np.asarray, results)
+        given = _arrays(names, buffers) | arguments
+        got = api_attention.forward(**given, out=out, return_lse=bool(lse))
+        if lse:
+            lse[0][...] = got[1]
+
+    return run
 
 
 def _backward(
-    names: Names,
-    arguments: dict[str, Any],
-    wrt: Names,
-    context: Any,
-    results: Any,
-    *buffers: Any,
-) -> None:
-    into = dict(zip(wrt, map(np.asarray, results), strict=True))
-    given = _arrays(names, buffers) | {
-        f"d{name}": x for name, x in into.items() if name in ("q", "k", "v")
-    }
-    gradients = api_attention.backward(**given, **arguments)
-    got = dict(zip(gradient_names(wrt), gradients, strict=True))
-    for name in gradient_names(wrt)[3:]:
-        into[name][...] = got[name]
+    names: Names, asked: Asked, wrt: Names, has_dlse: bool
+) -> Callback:
+    inputs = gradient_inputs(names, has_dlse)
+    arguments = gradient_arguments(asked, wrt)
+
+    def run(context: Any, results: Any, *buffers: Any) -> None:
+        into = dict(zip(wrt, map(np.asarray, results), strict=True))
+        given = _arrays(inputs, buffers) | {
+            f"d{name}": into[name] for name in ("q", "k", "v") if name in into
+        }
+        gradients = api_attention.backward(**given, **arguments)
+        got = dict(zip(gradient_names(wrt), gradients, strict=True))
+        for name in gradient_names(wrt)[3:]:
+            into[name][...] = got[name]
+
+    return run
 
 
 def _tangent(
-    names: Names,
-    arguments: dict[str, Any],
-    context: Any,
-    results: Any,
-    *buffers: Any,
-) -> None:
-    given = _arrays(names, buffers)
-    del given["out"], given["lse"]
+    names: Names, wrt: Names, asked: Asked, return_lse: bool, several: bool
+) -> Callback:
+    inputs, arguments = tangent_inputs(names, wrt), tangent_arguments(asked)
     missing: dict[str, Any] = dict.fromkeys(("q_dot", "k_dot", "v_dot"))
-    given = missing | given | arguments
-    got = api_derivatives.jvp(**given, return_lse=True)
-    for into, x in zip(results, got[2:], strict=False):
-        np.asarray(into)[...] = x
+
+    def run(context: Any, results: Any, *buffers: Any) -> None:
+        given = _arrays(inputs, buffers)
+        del given["out"], given["lse"]
+        given = missing | given | arguments
+        got = api_derivatives.jvp(**given, return_lse=True)
+        for into, x in zip(results, got[2:], strict=False):
+            np.asarray(into)[...] = x
+
+    return run
 
 
 def _second_gradients(
-    names: Names,
-    arguments: dict[str, Any],
-    results_of: Names,
-    returned: Names,
-    context: Any,
-    results: Any,
-    *buffers: Any,
-) -> None:
+    names: Names, asked: Asked, moved: Names, wrt: Names, has_dlse: bool
+) -> Callback:
+    inputs = second_inputs(names, moved, has_dlse)
+    arguments = second_arguments(asked, wrt, has_dlse)
+    returned = second_names(wrt, has_dlse)
+    wanted = (*wrt, *("out", "lse")[: 1 + has_dlse])
     missing: dict[str, Any] = dict.fromkeys(("ddq", "ddk", "ddv"))
-    given = missing | _arrays(names, buffers) | arguments
-    found = api_derivatives.double_backward(**given)
-    got = dict(zip(returned, found, strict=True))
-    for name, into in zip(results_of, results, strict=True):
-        np.asarray(into)[...] = got[name]
+
+    def run(context: Any, results: Any, *buffers: Any) -> None:
+        given = missing | _arrays(inputs, buffers) | arguments
+        found = api_derivatives.double_backward(**given)
+        got = dict(zip(returned, found, strict=True))
+        for name, into in zip(wanted, results, strict=True):
+            np.asarray(into)[...] = got[name]
+
+    return run
 
 
-def _lower(make: Callable[..., Callable[..., None]]) -> mlir.LoweringRule:
+def _lower(make: Callable[..., Callback]) -> mlir.LoweringRule:
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
         call = buffer_callback(make(**params), _types(context.avals_out))
         lower = mlir.lower_fun(call, multiple_results=True)
@@ -117,46 +121,13 @@ def _lower(make: Callable[..., Callable[..., None]]) -> mlir.LoweringRule:
     return rule
 
 
-def _forward_of(
-    names: Names, asked: Asked, return_lse: bool
-) -> Callable[..., None]:
-    return functools.partial(_forward, names, forward_arguments(asked))
-
-
-def _backward_of(
-    names: Names, asked: Asked, wrt: Names, has_dlse: bool
-) -> Callable[..., None]:
-    arguments = gradient_arguments(asked, wrt)
-    given = gradient_inputs(names, has_dlse)
-    return functools.partial(_backward, given, arguments, wrt)
-
-
-def _tangent_of(
-    names: Names, wrt: Names, asked: Asked, return_lse: bool, several: bool
-) -> Callable[..., None]:
-    arguments = tangent_arguments(asked)
-    return functools.partial(_tangent, tangent_inputs(names, wrt), arguments)
-
-
-def _second_gradients_of(
-    names: Names, asked: Asked, moved: Names, wrt: Names, has_dlse: bool
-) -> Callable[..., None]:
-    return functools.partial(
-        _second_gradients,
-        second_inputs(names, moved, has_dlse),
-        second_arguments(asked, wrt, has_dlse),
-        (*wrt, *("out", "lse")[: 1 + has_dlse]),
-        second_names(wrt, has_dlse),
-    )
-
-
 def register() -> None:
     """Lower attention for CPUs to the NumPy path."""
     for primitive, make in (
-        (attention_p, _forward_of),
-        (tangent_p, _tangent_of),
-        (gradients_p, _backward_of),
-        (second_gradients_p, _second_gradients_of),
+        (attention_p, _forward),
+        (tangent_p, _tangent),
+        (gradients_p, _backward),
+        (second_gradients_p, _second_gradients),
     ):
         mlir.register_lowering(primitive, _lower(make), platform="cpu")
 
