@@ -142,18 +142,11 @@ def _tangent_jvp(
     operands: Sequence[Any],
     tangents: Sequence[Any],
     *,
-    names: Names,
     wrt: Names,
-    asked: Asked,
-    return_lse: bool,
-    several: bool,
+    **params: Any,
 ) -> tuple[list[Any], list[Any]]:
     n = len(wrt)
     first, fixed = operands[:n], operands[n:]
-    params = {
-        "names": names, "asked": asked, "return_lse": return_lse,
-        "several": several,
-    }  # fmt: skip
     results = tangent_p.bind(*operands, wrt=wrt, **params)
     parts = []
     linear = _moved(wrt, tangents[:n])
@@ -162,7 +155,7 @@ def _tangent_jvp(
         parts.append(
             tangent_p.bind(*linear.values(), *fixed, wrt=own, **params)
         )
-    moved = _moved(names, tangents[n:-2])
+    moved = _moved(params["names"], tangents[n:-2])
     if moved:
         parts.append(
             second_tangent_p.bind(
@@ -200,22 +193,13 @@ def _second_tangent_transpose(
 
 
 def _gradients_jvp(
-    operands: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    names: Names,
-    asked: Asked,
-    wrt: Names,
-    has_dlse: bool,
+    operands: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    params = {
-        "names": names, "asked": asked, "wrt": wrt, "has_dlse": has_dlse
-    }  # fmt: skip
     results = gradients_p.bind(*operands, **params)
-    n = 1 + has_dlse
+    n = 1 + params["has_dlse"]
     moved = dict(zip(("out", "lse"), tangents[:n], strict=False))
     moved = {x: y for x, y in moved.items() if type(y) is not ad.Zero}
-    moved |= _moved(names, tangents[n:-2])
+    moved |= _moved(params["names"], tangents[n:-2])
     parts = []
     if moved:
         parts.append(
