@@ -148,8 +148,9 @@ def takes_options_of(
     return register
 
 
-# Layouts in which models may have the heads side by side.
-_ROWS = ("(batch, seqlen, nheads, headdim)", "(total, nheads, headdim)")
+ROWS = "(batch, seqlen, nheads, headdim)"
+PACKED = "(total, nheads, headdim)"
+PAGES = "(num_blocks, page_block_size, nheads, headdim)"
 
 
 def tensor(name: str, given: Any, layout: str) -> Any:
@@ -159,7 +160,7 @@ def tensor(name: str, given: Any, layout: str) -> Any:
     axes = layout.count(",") + 1
     if given.ndim != axes:
         cure = ""
-        if given.ndim == axes - 1 and layout in _ROWS:
+        if given.ndim == axes - 1 and layout in (ROWS, PACKED):
             cure = (
                 f"; pass {name}.unflatten(-1, (nheads, headdim)) if its last "
                 "axis holds the heads side by side"
@@ -203,8 +204,10 @@ def parts(name: str, given: Any, layout: str, number: str) -> Any:
     return given.unbind(axis)
 
 
-def heads(qkv: Any, num_heads_q: int) -> Any:
-    """q, k and v of a tensor that holds them as heads, one after another."""
+def heads(qkv: Any, num_heads_q: int | None) -> Any:
+    """q, k and v of a tensor that stacks them, or has `num_heads_q` of q."""
+    if num_heads_q is None:
+        return parts("qkv", qkv, "(batch, seqlen, 3, nheads, headdim)", "3")
     tensor("qkv", qkv, "(batch, seqlen, nheads + 2 * nheads_k, headdim)")
     others = qkv.shape[2] - num_heads_q
     if not sizes_are_tensors() and (others < 0 or others % 2):

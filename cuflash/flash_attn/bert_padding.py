@@ -58,14 +58,8 @@ def unpad_input(
     used = attention_mask != 0
     kept = used if unused_mask is None else used | (unused_mask != 0)
     seqlens = kept.sum(-1, dtype=torch.int32)
-    indices = kept.flatten().nonzero().flatten()
-    return (
-        index_first_axis(hidden_states.flatten(0, 1), indices),
-        indices,
-        _offsets(seqlens),
-        _longest(seqlens),
-        used.sum(-1, dtype=torch.int32),
-    )
+    packed = _packed(hidden_states, kept, seqlens)
+    return *packed, used.sum(-1, dtype=torch.int32)
 
 
 def unpad_input_for_concatenated_sequences(
@@ -94,14 +88,7 @@ def unpad_input_for_concatenated_sequences(
     lengths = attention_mask_in_length
     place = torch.arange(lengths.shape[-1], device=lengths.device)
     kept = place < lengths.sum(-1, keepdim=True)
-    indices = kept.flatten().nonzero().flatten()
-    seqlens = lengths[lengths != 0]
-    return (
-        index_first_axis(hidden_states.flatten(0, 1), indices),
-        indices,
-        _offsets(seqlens),
-        _longest(seqlens),
-    )
+    return _packed(hidden_states, kept, lengths[lengths != 0])
 
 
 def pad_input(
@@ -143,10 +130,13 @@ def index_first_axis_residual(input: Any, indices: Any) -> tuple[Any, Any]:
     return index_first_axis(input, indices), input
 
 
-def _offsets(seqlens: Any) -> Any:
+def _packed(
+    hidden_states: Any, kept: Any, seqlens: Any
+) -> tuple[Any, Any, Any, int]:
+    """The tokens at `kept`, their indices, offsets and the longest length."""
+    indices = kept.flatten().nonzero().flatten()
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     ends = torch.cumsum(seqlens, 0, dtype=torch.int32)
-    return torch.nn.functional.pad(ends, (1, 0))
-
-
-def _longest(seqlens: Any) -> int:
-    return int(seqlens.max()) if len(seqlens) else 0
+    offsets = torch.nn.functional.pad(ends, (1, 0))
+    longest = int(seqlens.max()) if len(seqlens) else 0
+    return tokens, indices, offsets, longest

@@ -7,8 +7,6 @@ from typing import Any
 from cuflash.flash_attn import arguments
 from cuflash.torch import attention
 
-_TOKENS = "(batch, seqlen, nheads, headdim)"
-
 
 def flash_attn_func(
     q: Any,
@@ -91,9 +89,9 @@ def flash_attn_func(
     splits = used.get("num_splits")
     wants_lse = used.get("return_softmax_lse", False)
     out = attention(
-        arguments.tensor("q", q, _TOKENS),
-        arguments.tensor("k", k, _TOKENS),
-        arguments.tensor("v", v, _TOKENS),
+        arguments.tensor("q", q, arguments.ROWS),
+        arguments.tensor("k", k, arguments.ROWS),
+        arguments.tensor("v", v, arguments.ROWS),
         **arguments.masks_and_scores(
             softmax_scale, causal, window_size, alibi_slopes, softcap=softcap
         ),
@@ -148,11 +146,5 @@ def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **hopper: Any) -> Any:
     out, lse
         As `flash_attn_func`.
     """
-    num_heads_q = hopper.pop("num_heads_q", None)
-    if num_heads_q is None:
-        q, k, v = arguments.parts(
-            "qkv", qkv, "(batch, seqlen, 3, nheads, headdim)", "3"
-        )
-    else:
-        q, k, v = arguments.heads(qkv, num_heads_q)
+    q, k, v = arguments.heads(qkv, hopper.pop("num_heads_q", None))
     return flash_attn_func(q, k, v, *options, **hopper)

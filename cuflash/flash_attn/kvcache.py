@@ -8,10 +8,6 @@ from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.flash_attn import arguments
 from cuflash.torch import forward_kvcache
 
-_TOKENS = "(batch, seqlen, nheads, headdim)"
-_PACKED = "(total, nheads, headdim)"
-_PAGES = "(num_blocks, page_block_size, nheads, headdim)"
-
 
 def flash_attn_with_kvcache(
     q: Any,
@@ -116,10 +112,10 @@ def flash_attn_with_kvcache(
     )
     offsets = used.get("cu_seqlens_q")
     _check_new(k, v, cache_seqlens, rotary_cos, used)
-    layout = _TOKENS if offsets is None else _PACKED
-    arguments.tensor("q", q, layout)
+    rows, packed, paged = arguments.ROWS, arguments.PACKED, arguments.PAGES
+    arguments.tensor("q", q, rows if offsets is None else packed)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        arguments.tensor(name, cache, _TOKENS if pages is None else _PAGES)
+        arguments.tensor(name, cache, rows if pages is None else paged)
     options = arguments.masks_and_scores(
         softmax_scale, causal, window_size, alibi_slopes, softcap=softcap
     )

@@ -64,9 +64,7 @@ def table_rows(
 
     Tokens past the end of the tables are not rotated.
     """
-    layout = "(batch, seqlen, nheads, headdim)"
-    if cu_seqlens is not None:
-        layout = "(total, nheads, headdim)"
+    layout = arguments.ROWS if cu_seqlens is None else arguments.PACKED
     arguments.tensor("x", x, layout)
     _check_tables(x, cos, sin)
     if cu_seqlens is None:

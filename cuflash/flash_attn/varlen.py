@@ -10,9 +10,6 @@ from cuflash.errors import DTypeError, UnsupportedError
 from cuflash.flash_attn import arguments
 from cuflash.torch import attention, forward_kvcache
 
-_TOKENS = "(total, nheads, headdim)"
-_PAGES = "(num_blocks, page_block_size, nheads, headdim)"
-
 
 def flash_attn_varlen_func(
     q: Any,
@@ -101,7 +98,7 @@ def flash_attn_varlen_func(
         "max_seqlen_q": arguments.number("max_seqlen_q", max_seqlen_q),
         "return_lse": return_attn_probs or wants_lse,
     }
-    arguments.tensor("q", q, _TOKENS)
+    arguments.tensor("q", q, arguments.PACKED)
     seqused_k = used.get("seqused_k")
     if seqused_k is not None:
         arguments.one_each("seqused_k", seqused_k, cu_seqlens_q.shape[0] - 1)
@@ -143,8 +140,8 @@ def _over_tokens(
     q: Any, k: Any, v: Any, cu_seqlens_k: Any, used: Any, **options: Any
 ) -> Any:
     """Attention of packed queries over packed keys, of which some are used."""
-    arguments.tensor("k", k, _TOKENS)
-    arguments.tensor("v", v, _TOKENS)
+    arguments.tensor("k", k, arguments.PACKED)
+    arguments.tensor("v", v, arguments.PACKED)
     offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
     if used is not None:
         offsets, token = _used_tokens(offsets, used, k.shape[0])
@@ -162,8 +159,8 @@ def _over_pages(
     **options: Any,
 ) -> Any:
     """Attention of packed queries over the pages of each sequence."""
-    arguments.tensor("k", k, _PAGES)
-    arguments.tensor("v", v, _PAGES)
+    arguments.tensor("k", k, arguments.PAGES)
+    arguments.tensor("v", v, arguments.PAGES)
     if used is None:
         offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
         used = offsets[1:] - offsets[:-1]

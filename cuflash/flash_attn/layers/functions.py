@@ -155,13 +155,9 @@ def apply_rotary_emb_qkv_(
     Tensor
         `qkv` itself.
     """
-    if num_heads_q is None:
-        q, k, _ = arguments.parts(
-            "qkv", qkv, "(batch, seqlen, 3, nheads, headdim)", "3"
-        )
-        at: tuple[Any, ...] = (0, 1)
-    else:
-        q, k, _ = arguments.heads(qkv, num_heads_q)
+    q, k, _ = arguments.heads(qkv, num_heads_q)
+    at: tuple[Any, ...] = (0, 1)
+    if num_heads_q is not None:
         end = num_heads_q + k.shape[2]
         at = (slice(0, num_heads_q), slice(num_heads_q, end))
     keys = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
@@ -191,12 +187,7 @@ def apply_rotary_emb_kv_(
 
 
 def _rotated(
-    x: Any,
-    cos: Any,
-    sin: Any,
-    interleaved: bool,
-    inverse: bool,
-    inplace: bool,
+    x: Any, cos: Any, sin: Any, interleaved: bool, inverse: bool, inplace: bool
 ) -> Any:
     """x rotated, differentiably."""
     if not by_operations():
