@@ -142,15 +142,9 @@ def _by_kernel(
         rows = torch.arange(len(cos_rows), device=x.device)
         positions = rows.view(cos.shape[:2])
     x4 = x if x.ndim == 4 else x[None]
+    tables = cos_rows, sin_rows, positions
     out = apply_rotary_by_kernel(
-        backend,
-        x4,
-        cos_rows,
-        sin_rows,
-        positions,
-        interleaved,
-        inverse,
-        inplace,
+        backend, x4, *tables, interleaved, inverse, inplace
     )
     if inplace:
         return x

@@ -103,27 +103,22 @@ def flash_attn_varlen_func(
     if seqused_k is not None:
         arguments.one_each("seqused_k", seqused_k, cu_seqlens_q.shape[0] - 1)
     dropout = arguments.dropout(dropout_p, return_attn_probs)
+    keys = k, v, cu_seqlens_k, seqused_k
     if pages is None:
-        out = _over_tokens(
-            q,
-            k,
-            v,
-            cu_seqlens_k,
-            seqused_k,
-            max_seqlen_k=arguments.number("max_seqlen_k", max_seqlen_k),
-            deterministic=deterministic,
-            **dropout,
-            **options,
+        options |= dropout
+        options["max_seqlen_k"] = arguments.number(
+            "max_seqlen_k", max_seqlen_k
         )
+        options["deterministic"] = deterministic
+        out = _over_tokens(q, *keys, **options)
     elif dropout:
         raise UnsupportedError(
             f"dropout_p is {dropout_p} with block_table, expected 0: pages "
             "are for inference"
         )
     else:
-        splits = used.get("num_splits") or None
-        options["num_splits"] = splits
-        out = _over_pages(q, k, v, pages, cu_seqlens_k, seqused_k, **options)
+        options["num_splits"] = used.get("num_splits") or None
+        out = _over_pages(q, *keys, page_table=pages, **options)
     return arguments.results(out, return_attn_probs, wants_lse)
 
 
@@ -150,13 +145,7 @@ def _over_tokens(
 
 
 def _over_pages(
-    q: Any,
-    k: Any,
-    v: Any,
-    pages: Any,
-    cu_seqlens_k: Any,
-    used: Any,
-    **options: Any,
+    q: Any, k: Any, v: Any, cu_seqlens_k: Any, used: Any, **options: Any
 ) -> Any:
     """Attention of packed queries over the pages of each sequence."""
     arguments.tensor("k", k, arguments.PAGES)
@@ -164,9 +153,7 @@ def _over_pages(
     if used is None:
         offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
         used = offsets[1:] - offsets[:-1]
-    return forward_kvcache(
-        q, k, v, page_table=pages, cache_seqlens=used, **options
-    )
+    return forward_kvcache(q, k, v, cache_seqlens=used, **options)
 
 
 def _used_tokens(offsets: Any, used: Any, total: int) -> tuple[Any, Any]:
@@ -212,17 +199,8 @@ def flash_attn_varlen_kvpacked_func(
         As `flash_attn_varlen_func`.
     """
     k, v = arguments.parts("kv", kv, "(total, 2, nheads, headdim)", "2")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        *options,
-        **hopper,
-    )
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, k, v, *sequences, *options, **hopper)
 
 
 @arguments.takes_options_of(flash_attn_varlen_func)
@@ -245,14 +223,5 @@ def flash_attn_varlen_qkvpacked_func(
         As `flash_attn_varlen_func`.
     """
     q, k, v = arguments.parts("qkv", qkv, "(total, 3, nheads, headdim)", "3")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        *options,
-        **hopper,
-    )
+    sequences = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(q, k, v, *sequences, *options, **hopper)
