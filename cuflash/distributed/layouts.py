@@ -226,7 +226,7 @@ def shard(
             "of cu_seqlens"
         )
     found = [
-        (0, _shifted(x.positions, offsets[x.sequence]))
+        (0, shifted(x.positions, offsets[x.sequence]))
         for x in parts_of(rank, size, layout, offsets)
     ]
     return arrays.arrange([array], found, axis)
@@ -298,5 +298,5 @@ def check_parts(parts: Any) -> None:
         )
 
 
-def _shifted(tokens: range, by: int) -> range:
+def shifted(tokens: range, by: int) -> range:
     return range(tokens.start + by, tokens.stop + by)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from cuflash.api import attention as api_attention
 from .accumulate import Merged, Sums
 from .arrays import contiguous
 from .group import Group, Message, Pending
+from .layouts import shifted
 from .machine import Host
 from .schedule import Block, Mask, blocks, chunk_ranges, needed_keys
 
@@ -68,6 +69,19 @@ class Ring:
         """The keys of this rank that `target` needs."""
         return needed_keys(self.mask, self.target(step), self.group.rank)
 
+    def of_queries(self) -> tuple[tuple[range, ...], list[range]]:
+        """The chunks of this rank's queries, and those of each block."""
+        steps = range(self.group.size)
+        expected = [x.queries for step in steps for x in self.blocks(step)]
+        return chunk_ranges(self.mask, self.mask.offsets_q), expected
+
+    def of_keys(self) -> tuple[tuple[range, ...], list[range]]:
+        """The chunks of this rank's keys, and those that gradients are of."""
+        steps = range(1, self.group.size)
+        expected = [x.keys for x in self.blocks(0)]
+        expected += [x for step in steps for x in self.given(step)]
+        return chunk_ranges(self.mask, self.mask.offsets_k), expected
+
     def arguments(self, block: Block) -> dict[str, Any]:
         """The arguments of a block's call, without its arrays."""
         found = {
@@ -87,22 +101,16 @@ class Ring:
 
 def forward(ring: Ring, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """Out and lse of a rank's queries, in chunk order and full rank."""
-    steps = range(ring.group.size)
     shape = (*q.shape[:-1], v.shape[-1])
-    merged = Merged(
-        ring.machine,
-        shape,
-        q.dtype,
-        chunk_ranges(ring.mask, ring.mask.offsets_q),
-        [x.queries for step in steps for x in ring.blocks(step)],
-    )
+    merged = Merged(ring.machine, shape, q.dtype, *ring.of_queries())
     for step, keys in Travel(ring, (k, v)).steps():
         for block in ring.blocks(step):
-            k_block, v_block = keys.of(block.keys)
-            merged.merge(
-                block.queries,
-                *_forward(ring, block, _rows(q, block), k_block, v_block),
+            rows = slice(block.queries.start, block.queries.stop)
+            given = (q[:, rows], *keys.of(block.keys))
+            results = _call(
+                api_attention.forward, ring, block, *given, return_lse=True
             )
+            merged.merge(block.queries, *results)
     return merged.result(), merged.lse
 
 
@@ -111,41 +119,25 @@ def backward(
     dlse: Any = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """dq, dk and dv of a rank's queries and keys, in chunk order."""
-    steps = range(ring.group.size)
-    dq = Sums(
-        ring.machine,
-        q.shape,
-        q.dtype,
-        chunk_ranges(ring.mask, ring.mask.offsets_q),
-        [x.queries for step in steps for x in ring.blocks(step)],
-    )
-    own = [x.keys for x in ring.blocks(0)]
-    others = [x for step in steps[1:] for x in ring.given(step)]
-    dk, dv = _sums(
-        ring,
-        (k, v),
-        chunk_ranges(ring.mask, ring.mask.offsets_k),
-        own + others,
-    )
+    dq = Sums(ring.machine, q.shape, q.dtype, *ring.of_queries())
+    dk, dv = _sums(ring, (k, v), *ring.of_keys())
     returns = Returns(ring, dk, dv)
     for step, keys in Travel(ring, (k, v)).steps():
         here = {range(k.shape[1]): (dk, dv)}
         if step:
             here = returns.new(step, keys)
         for block in ring.blocks(step):
-            k_block, v_block = keys.of(block.keys)
             rows = slice(block.queries.start, block.queries.stop)
-            gradients = _backward(
-                ring,
-                block,
-                (dout[:, rows], q[:, rows], k_block, v_block),
-                (out[:, rows], lse[..., rows]),
-                None if dlse is None else dlse[..., rows],
-            )
+            gradients = _call(
+                api_attention.backward, ring, block,
+                dout[:, rows], q[:, rows], *keys.of(block.keys),
+                out[:, rows], lse[..., rows],
+                dlse=None if dlse is None else dlse[..., rows],
+            )  # fmt: skip
             dq.add(block.queries, gradients[0])
             for keys_of, sums in here.items():
                 if _holds(keys_of, block.keys):
-                    at = _shift(block.keys, -keys_of.start)
+                    at = shifted(block.keys, -keys_of.start)
                     for total, x in zip(sums, gradients[1:], strict=True):
                         total.add(at, x)
         returns.receive()
@@ -289,7 +281,7 @@ class Returns:
         found = {}
         for held, pair in keys.parts.items():
             expected = [
-                _shift(x.keys, -held.start)
+                shifted(x.keys, -held.start)
                 for x in self.ring.blocks(step)
                 if _holds(held, x.keys)
             ]
@@ -328,44 +320,20 @@ class Returns:
                     total.add(keys, x)
 
 
-def _forward(
-    ring: Ring, block: Block, q: Any, k: Any, v: Any
-) -> tuple[Any, Any]:
-    arguments = ring.arguments(block)
-    given = (q, k, v)
+def _call(
+    function: Callable[..., Any], ring: Ring, block: Block, *given: Any,
+    **more: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Call attention on a block, whose packed sequences have no batch."""
+    arguments = {**ring.arguments(block), **more}
     if not block.cu_seqlens_q:
-        return api_attention.forward(*given, return_lse=True, **arguments)
-    out, lse = api_attention.forward(
-        *(x[0] for x in given), return_lse=True, **arguments
+        return function(*given, **arguments)
+    if arguments.get("dlse") is not None:
+        arguments["dlse"] = arguments["dlse"][0]
+    return tuple(
+        x[None] for x in function(*(x[0] for x in given), **arguments)
     )
-    return out[None], lse[None]
-
-
-def _backward(
-    ring: Ring,
-    block: Block,
-    given: tuple[Any, ...],
-    results: tuple[Any, Any],
-    dlse: Any,
-) -> tuple[Any, ...]:
-    arguments = ring.arguments(block)
-    given += results
-    if not block.cu_seqlens_q:
-        return api_attention.backward(*given, dlse=dlse, **arguments)
-    dlse = None if dlse is None else dlse[0]
-    gradients = api_attention.backward(
-        *(x[0] for x in given), dlse=dlse, **arguments
-    )
-    return tuple(x[None] for x in gradients)
-
-
-def _rows(array: Any, block: Block) -> Any:
-    return array[:, block.queries.start : block.queries.stop]
 
 
 def _holds(outer: range, inner: range) -> bool:
     return outer.start <= inner.start and inner.stop <= outer.stop
-
-
-def _shift(tokens: range, by: int) -> range:
-    return range(tokens.start + by, tokens.stop + by)

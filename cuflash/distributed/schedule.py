@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from .layouts import Part, chunks_of, num_chunks, parts_of
+from .layouts import Part, chunks_of, num_chunks, parts_of, shifted
 
 Offsets = tuple[int, ...]
 Window = tuple[int | None, int | None]
@@ -220,15 +220,15 @@ def _cut_blocks(mask: Mask, rank_q: int, rank_k: int) -> Iterator[Block]:
             at = of_queries.sequence
             shift = lengths[1][at] - lengths[0][at]
             block = cut_block(
-                _shift(of_queries.positions, shift),
+                shifted(of_queries.positions, shift),
                 of_keys.positions,
                 left,
                 right,
             )
             if block is not None:
                 yield block._replace(
-                    queries=_shift(block.queries, of_queries.tokens.start),
-                    keys=_shift(block.keys, of_keys.tokens.start),
+                    queries=shifted(block.queries, of_queries.tokens.start),
+                    keys=shifted(block.keys, of_keys.tokens.start),
                 )
 
 
@@ -240,10 +240,6 @@ def _placed(mask: Mask, offsets: Offsets, rank: int) -> list[Part]:
         placed.append(part._replace(tokens=range(token, token + length)))
         token += length
     return placed
-
-
-def _shift(tokens: range, by: int) -> range:
-    return range(tokens.start + by, tokens.stop + by)
 
 
 def cut_block(
