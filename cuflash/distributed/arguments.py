@@ -66,17 +66,7 @@ class Request:
 
 
 def check(
-    direction: str,
-    arrays: Mapping[str, Any],
-    *,
-    group: Any,
-    causal: Any,
-    layout: Any,
-    ulysses: Any,
-    window: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    **options: Any,
+    direction: str, arrays: Mapping[str, Any], *, group: Any, **options: Any
 ) -> Request:
     """Check a call on this rank, then that all ranks make the same."""
     if not isinstance(group, Group):
@@ -85,10 +75,7 @@ def check(
             "cuflash.distributed.group_from_environment() makes one"
         )
     try:
-        request, problem = _check(
-            direction, arrays, group, causal, layout, ulysses, window,
-            (cu_seqlens_q, cu_seqlens_k), options,
-        )  # fmt: skip
+        request, problem = _check(direction, arrays, group, **options)
     except CuflashError as error:
         group.refuse(error)
         raise
@@ -115,21 +102,20 @@ def _check(
     direction: str,
     given: Mapping[str, Any],
     group: Group,
+    *,
     causal: Any,
     layout: Any,
     ulysses: Any,
     window: Any,
-    cu_seqlens: tuple[Any, Any],
-    options: dict[str, Any],
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    **options: Any,
 ) -> tuple[Request, Problem]:
     check_layout(layout)
     runner, opened = api_arrays.open_arrays("distributed", dict(given))
-    alone = {**options, "causal": causal}
-    if window is not None:
-        alone["window"] = window
-    check = getattr(validate, direction)
+    alone = {**options, "causal": causal, "window": window}
     passed = {name: x for name, x in alone.items() if x is not None}
-    call = check(**opened, **passed)
+    call = getattr(validate, direction)(**opened, **passed)
     problem = call.problem
     ulysses = checks.whole("ulysses", ulysses, 1, group.size)
     if group.size % ulysses or problem.num_heads_kv % ulysses:
@@ -139,6 +125,7 @@ def _check(
             "each rank gets as many key heads"
         )
     lengths = problem.seqlen_q, problem.seqlen_k
+    cu_seqlens = cu_seqlens_q, cu_seqlens_k
     packed = any(x is not None for x in cu_seqlens)
     if packed:
         offsets = _packed(cu_seqlens, lengths, group.size, layout, call.rank)
