@@ -85,15 +85,11 @@ def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
             "mesh, expected none: call cuflash.jax.attention in "
             "jax.shard_map, over batch or heads"
         )
+    own = None
     if not sharding.mesh.empty:
         spec = PartitionSpec(*[None] * len(shape))
-        sharding = NamedSharding(sharding.mesh, spec)
-        return aval.update(
-            shape=shape, dtype=dtype, sharding=sharding, weak_type=False
-        )
-    return aval.update(
-        shape=shape, dtype=dtype, sharding=None, weak_type=False
-    )
+        own = NamedSharding(sharding.mesh, spec)
+    return aval.update(shape=shape, dtype=dtype, sharding=own, weak_type=False)
 
 
 def _results(q: Any, v: Any, return_lse: bool) -> list[Any]:
@@ -109,34 +105,24 @@ def _attention_types(
     return _results(q, v, return_lse)
 
 
+@second_tangent_p.def_abstract_eval
 @tangent_p.def_abstract_eval
 def _tangent_types(
-    *operands: Any, wrt: Names, return_lse: bool, several: bool, **_: Any
-) -> list[Any]:
-    q, _k, v = operands[len(wrt) : len(wrt) + 3]
-    return _by_direction(_results(q, v, return_lse), operands[0], several)
-
-
-@second_tangent_p.def_abstract_eval
-def _second_tangent_types(
     *operands: Any,
     wrt: Names,
-    moved: Names,
     return_lse: bool,
     several: bool,
+    moved: Names = (),
     **_: Any,
 ) -> list[Any]:
     n = len(wrt) + len(moved)
     q, _k, v = operands[n : n + 3]
-    first = operands[len(wrt)]
-    return _by_direction(_results(q, v, return_lse), first, several)
-
-
-def _by_direction(results: list[Any], tangent: Any, several: bool) -> Any:
-    """The results, after the axis of directions if a tangent has one."""
+    results = _results(q, v, return_lse)
     if not several:
         return results
-    lead = tangent.shape[:1]
+    # Of a second tangent, the directions are those of the first.
+    first = operands[len(wrt) if moved else 0]
+    lead = first.shape[:1]
     return [_like(x, (*lead, *x.shape), x.dtype) for x in results]
 
 
