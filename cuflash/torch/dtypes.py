@@ -8,29 +8,20 @@ import ml_dtypes
 import numpy as np
 import torch
 
-_PAIRS = {
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.uint16: np.dtype(np.uint16),
-    torch.uint32: np.dtype(np.uint32),
-    torch.uint64: np.dtype(np.uint64),
-    torch.complex64: np.dtype(np.complex64),
-    torch.complex128: np.dtype(np.complex128),
-}
+_NAMES = (
+    "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "bool",
+    "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+    "complex64", "complex128",
+)  # fmt: skip
 
-NUMPY = _PAIRS
+# By name, NumPy knows its own dtypes only.
+NUMPY = {
+    getattr(torch, name): np.dtype(getattr(ml_dtypes, name, name))
+    for name in _NAMES
+}
 # Keyed by dtypes and by their names: a lookup takes less time than np.dtype.
 TORCH: dict[Any, torch.dtype] = {
-    key: theirs for theirs, ours in _PAIRS.items() for key in (ours, ours.name)
+    key: theirs for theirs, ours in NUMPY.items() for key in (ours, ours.name)
 }
 
 # NumPy has no dtypes for these: their bytes are passed on.
