@@ -63,18 +63,14 @@ def run(tensors: dict[str, Any], call: Callable[[], Any]) -> Any:
                 f"{name} requires grad and is written in place, expected a "
                 f"tensor that does not (pass {name}.detach())"
             )
+    names = ", ".join(needing)
     if "out" in tensors:
         raise UnsupportedError(
-            f"out is given where {_listed(needing)} requires grad, expected "
+            f"out is given where {names} requires grad, expected "
             "no out: a tensor that is written in place takes no part in "
             "autograd (leave out away, or call this under torch.no_grad())"
         )
-    names = _listed(needing)
     return WithoutGradients.apply(call, names, *needing.values())
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(names)
 
 
 def _raise(dout: Any, inputs: Any, names: str) -> Any:
