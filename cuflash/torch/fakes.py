@@ -10,14 +10,20 @@ import torch
 from cuflash.request.options import DIFFERENTIABLE
 
 from .inductor import register_lowerings
-from .ops import LIBRARY
+from .ops import LIBRARY, NUM_SAVED
 
 
-def _fake(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
-    register_lowerings()
+def fake_forward(q: Any, v: Any) -> Any:
+    """out and lse."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     heads_first = (*q.shape[:-3], *q.shape[-2:-4:-1])
-    return out, q.new_empty(heads_first, dtype=lse_dtype(q.dtype))
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return out, q.new_empty(heads_first, dtype=wide)
+
+
+def _fake(q: Any, k: Any, v: Any, *_: Any, **numbers: Any) -> Any:
+    register_lowerings()
+    return fake_forward(q, v)
 
 
 def _fake_plain_backward(
@@ -27,32 +33,18 @@ def _fake_plain_backward(
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _fake_backward(
-    dout: Any,
-    dlse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    *tensors: Any,
-    **numbers: Any,
-) -> Any:
-    given = {**numbers, **dict(zip(DIFFERENTIABLE, tensors, strict=False))}
-    return (
-        *_fake_plain_backward(dout, dlse, q, k, v),
-        *(given[x].new_empty(given[x].shape) if given.get(f"return_d{x}")
-          else q.new_empty(0) for x in DIFFERENTIABLE),
+def _fake_backward(*tensors: Any, **numbers: Any) -> Any:
+    others = zip(DIFFERENTIABLE, tensors[NUM_SAVED:], strict=False)
+    given = {**numbers, **dict(others)}
+    dq, dk, dv = _fake_plain_backward(*tensors)
+    return dq, dk, dv, *(
+        given[x].new_empty(given[x].shape) if given.get(f"return_d{x}")
+        else dq.new_empty(0) for x in DIFFERENTIABLE
     )  # fmt: skip
 
 
 def _fake_seed(number: int, *, device: Any) -> Any:
     return torch.empty((), dtype=torch.int64, device=device)
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 _FAKES: dict[str, Callable[..., Any]] = {

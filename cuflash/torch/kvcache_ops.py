@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from cuflash.request.options import ARRAYS, KVCACHE
 
 from . import kvcache_request, no_gradients
-from .fakes import lse_dtype
+from .fakes import fake_forward
+from .op_gradients import below
 from .ops import LIBRARY, in_schema
 
 _OPTIONAL = (
@@ -69,13 +71,8 @@ def _named(tensors: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _autograd_kernel(*tensors: Any, **numbers: Any) -> Any:
-    def below() -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.cuflash.forward_kvcache.default(
-                *tensors, **numbers
-            )
-
-    return no_gradients.run(_named(tensors), below)
+    run = functools.partial(below, "forward_kvcache", tensors, numbers)
+    return no_gradients.run(_named(tensors), run)
 
 
 for _device in ("CPU", "CUDA"):
@@ -85,6 +82,4 @@ LIBRARY.impl("forward_kvcache", _autograd_kernel, "Autograd")
 
 @torch.library.register_fake("cuflash::forward_kvcache", lib=LIBRARY)
 def _(q: Any, k_cache: Any, v_cache: Any, *_: Any, **__: Any) -> Any:
-    out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
-    heads_first = (*q.shape[:-3], *q.shape[-2:-4:-1])
-    return out, q.new_empty(heads_first, dtype=lse_dtype(q.dtype))
+    return fake_forward(q, v_cache)

@@ -26,7 +26,7 @@ class Traced(torch.autograd.Function):
     def forward(
         ctx: Any, name: str, numbers: dict[str, Any], *tensors: Any
     ) -> Any:
-        out, lse = _below(name, tensors, numbers)
+        out, lse = below(name, tensors, numbers)
         ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
         ctx.set_materialize_grads(False)
         ctx.name, ctx.numbers = name, dict(numbers)
@@ -61,14 +61,14 @@ class TracedOnce(torch.autograd.Function):
     def forward(
         ctx: Any, name: str, numbers: dict[str, Any], *tensors: Any
     ) -> Any:
-        return _below(name, tensors, numbers)
+        return below(name, tensors, numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise UnsupportedError(_NO_SECOND_DERIVATIVES)
 
 
-def _below(name: str, tensors: Any, numbers: dict[str, Any]) -> Any:
+def below(name: str, tensors: Any, numbers: dict[str, Any]) -> Any:
     """Call an operator's next kernel."""
     with torch._C._AutoDispatchBelowAutograd():
         operator = getattr(torch.ops.cuflash, name).default
@@ -83,7 +83,7 @@ def _autograd_kernel(name: str, first: int, function: Any) -> Callable:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
             return function.apply(name, numbers, *tensors)
         if is_traced(*tensors[first : first + 3]):
-            return _below(name, tensors, numbers)
+            return below(name, tensors, numbers)
         # Same kernel; skips the dispatcher.
         return run(*tensors, **numbers)
 

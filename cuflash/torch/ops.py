@@ -43,6 +43,7 @@ _NUMBERS = (
 )
 _WANTED = ", ".join(f"bool return_d{x}=False" for x in options.DIFFERENTIABLE)
 _GRADIENTS = ", ".join(f"Tensor d{x}" for x in options.DIFFERENTIABLE)
+NUM_SAVED = 7  # dout, dlse, q, k, v, out, lse
 
 LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
 # dropout_seed consists of one new_seed. TorchScript would compute it once for
@@ -91,14 +92,8 @@ def attention(
         numbers["block_q"] is numbers["block_k"] is numbers["precision"]
         is numbers["num_splits"] is None
     ):  # fmt: skip
-        out, lse = OPERATORS.plain_attention(
-            q,
-            k,
-            v,
-            scale=numbers["scale"],
-            causal=numbers["causal"],
-            deterministic=numbers["deterministic"],
-        )
+        plain = {x: numbers[x] for x in ("scale", "causal", "deterministic")}
+        out, lse = OPERATORS.plain_attention(q, k, v, **plain)
         return (out, lse) if return_lse else out
     tensors: dict[str, Any] = {}
     for name, value in (given or {}).items():
@@ -152,26 +147,15 @@ def run(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
     return request(tensors, numbers).forward(q, k, v, True)
 
 
-def run_backward(
-    dout: Any,
-    dlse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    *tensors: Any,
-    **numbers: Any,
-) -> Any:
+def run_backward(*tensors: Any, **numbers: Any) -> Any:
     """The kernel of attention_backward."""
-    asked = request(tensors, numbers)
+    asked = request(tensors[NUM_SAVED:], numbers)
     wanted = tuple(
         x for x in options.DIFFERENTIABLE if numbers.get(f"return_d{x}")
     )
-    gradients = of_inputs(
-        asked, asked.tensors, wanted, dout, dlse, q, k, v, out, lse
-    )
-    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+    gradients = of_inputs(asked, asked.tensors, wanted, *tensors[:NUM_SAVED])
+    dq = gradients[0]
+    return tuple(dq.new_empty(0) if x is None else x for x in gradients)
 
 
 @functools.lru_cache(typed=True)
