@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .vmap import over_first_axes
+
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
@@ -34,18 +36,9 @@ def call(
         torch._remove_batch_dim(x, level, 1, 0) if is_mapped else x
         for x, is_mapped in zip(tensors, mapped, strict=True)
     ]
-    dims = tuple(0 if is_mapped else None for is_mapped in mapped)
-    there: list[bool] = []
-
-    def of_tensors(*given: Any) -> tuple[Any, ...]:
-        results = function(*given)
-        there[:] = [x is not None for x in results]
-        return tuple(x for x in results if x is not None)
-
-    rest = iter(torch.func.vmap(of_tensors, dims)(*given))
     return tuple(
-        torch._add_batch_dim(next(rest), 0, level) if is_there else None
-        for is_there in there
+        None if x is None else torch._add_batch_dim(x, 0, level)
+        for x in over_first_axes(function, given, mapped)
     )
 
 

@@ -178,7 +178,9 @@ class Tangents(_Function):
 
         if not static.several:
             return None, *one(dout, dlse, *tangents)
-        found = over_first_axes(one, dout, dlse, *tangents)
+        given = (dout, dlse, *tangents)
+        mapped = [x is not None for x in given]
+        found = over_first_axes(one, given, mapped)
         summed = (None if x is None else x.sum(0) for x in found[n:])
         return None, *found[:n], *summed
 

@@ -156,22 +156,21 @@ def _directions(x: Any, dim: int | None, info: Any, several: bool) -> Any:
 
 
 def over_first_axes(
-    function: Callable[..., tuple[Any, ...]], *tensors: Any
+    function: Callable[..., tuple[Any, ...]],
+    tensors: Sequence[Any],
+    mapped: Sequence[bool],
 ) -> tuple[Any, ...]:
     """vmap of a function of tensors, where arguments and results may be None.
 
-    The mapped axis is the first of each tensor.
+    The mapped axis is the first of each tensor that is mapped.
     """
     there: list[bool] = []
 
     def of_tensors(*given: Any) -> tuple[Any, ...]:
-        rest = iter(given)
-        results = function(
-            *(None if x is None else next(rest) for x in tensors)
-        )
+        results = function(*given)
         there[:] = [x is not None for x in results]
         return tuple(x for x in results if x is not None)
 
-    given = [x for x in tensors if x is not None]
-    rest = iter(torch.func.vmap(of_tensors)(*given))
+    dims = tuple(0 if is_mapped else None for is_mapped in mapped)
+    rest = iter(torch.func.vmap(of_tensors, dims)(*tensors))
     return tuple(next(rest) if is_there else None for is_there in there)
