@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from cuflash.request.problem import Call, Signature, strip
 from cuflash.request.validate import memory
 from cuflash.request.validate import rotary as validate
 
-from .signature import Described, checked, describe
+from .signature import checked, describe
 
 
 def apply_rotary(
@@ -43,13 +43,12 @@ def apply_rotary(
     tables = {"cos": cos, "sin": sin}
     if positions is not None:
         tables["positions"] = positions
-    signature = _signature(
-        describe("x", x),
-        tuple(describe(name, table) for name, table in tables.items()),
-        interleaved,
-        inverse,
-        inplace,
-    )
+    given = {"x": x, **tables}
+    described = tuple(describe(name, array) for name, array in given.items())
+    signature = checked(
+        _in_place if inplace else validate.apply_rotary, described,
+        "interleaved", interleaved, "inverse", inverse,
+    )  # fmt: skip
     out = x if inplace else None
     result = rows.apply_rotary(Call(signature, {"x": x}, out, tables), backend)
     if inplace and not x.is_inference():
@@ -57,21 +56,9 @@ def apply_rotary(
     return strip(result, signature.rank)
 
 
-# Cached, because recipes are found by the signature's identity.
-@functools.lru_cache(maxsize=4096)
-def _signature(
-    x: Described,
-    tables: tuple[Described, ...],
-    interleaved: bool,
-    inverse: bool,
-    inplace: bool,
-) -> Signature:
-    signature = checked(
-        validate.apply_rotary, (x, *tables),
-        "interleaved", interleaved, "inverse", inverse,
-    )  # fmt: skip
-    if not inplace:
-        return signature
+def _in_place(**arguments: Any) -> Signature:
+    """The signature of a call that writes its result to x."""
+    signature = validate.apply_rotary(**arguments).signature
     layout = signature.layouts["x"]
     memory.check_elements_apart(
         "x", layout.shape, layout.strides, layout.dtype.itemsize
