@@ -108,18 +108,16 @@ def scaled_dot_product_attention(
     if not torch.compiler.is_compiling():
         check_tensors(given)
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        given = {name: _cast(name, x, dtype) for name, x in given.items()}
-        with torch.autocast(device, enabled=False):
-            return _attention(
-                **given, dropout_p=dropout_p, is_causal=is_causal,
-                at_end=at_end, scale=scale, enable_gqa=enable_gqa,
-            )  # fmt: skip
-    return _attention(
-        **given, dropout_p=dropout_p, is_causal=is_causal, at_end=at_end,
-        scale=scale, enable_gqa=enable_gqa,
-    )  # fmt: skip
+    others: dict[str, Any] = {
+        "dropout_p": dropout_p, "is_causal": is_causal, "at_end": at_end,
+        "scale": scale, "enable_gqa": enable_gqa,
+    }  # fmt: skip
+    if not torch.is_autocast_enabled(device):
+        return _attention(**given, **others)
+    dtype = torch.get_autocast_dtype(device)
+    given = {name: _cast(name, x, dtype) for name, x in given.items()}
+    with torch.autocast(device, enabled=False):
+        return _attention(**given, **others)
 
 
 def _is_at_end(
