@@ -211,14 +211,8 @@ def _packed(
         longest = kwargs.get(f"max_length_{x}")
         if isinstance(longest, int):  # a tensor may be on a GPU: not read
             options[f"max_seqlen_{x}"] = longest
-    out = attention(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        causal=is_causal,
-        window=window,
-        **options,
-    )
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    out = attention(*flat, causal=is_causal, window=window, **options)
     return out.view(*q.shape[:2], *out.shape[1:]), None
 
 
