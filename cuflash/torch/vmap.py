@@ -16,6 +16,7 @@ import torch
 from cuflash.request.folding import Fold, Names, is_folded
 
 Dims = Sequence[int | None]
+Given = Sequence[tuple[str, Any, bool]]  # name, tensor, whether it is mapped
 Results = tuple[tuple[Any, ...], Any]  # and the axis of each that is mapped
 
 
@@ -43,29 +44,24 @@ class Rule:
 
     def map(self, info: Any, dims: Dims, tensors: Sequence[Any]) -> Results:
         """The results for tensors of which some are mapped."""
-        front = [
-            x if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(tensors, dims, strict=True)
+        given = [
+            (name, x if dim is None else x.movedim(dim, 0), dim is not None)
+            for name, x, dim in zip(self.inputs, tensors, dims, strict=True)
         ]
-        mapped = [dim is not None for dim in dims]
-        named = zip(self.inputs, front, strict=True)
-        moved = {n for n, x in [*named][: self.num_moved] if x is not None}
+        mapped = [is_mapped for *_, is_mapped in given]
+        moved = {n for n, x, _ in given[: self.num_moved] if x is not None}
         wrt = tuple((moved | {*self.outputs}) - {"out", "lse"})
         static = self.static
         folded = is_folded(self.inputs, mapped, static.has_dropout, wrt)
-        if not (folded and self._is_full(front, mapped, wrt)):
-            return self._one_by_one(info.batch_size, front, mapped), 0
+        if not (folded and self._is_full(given, wrt)):
+            return self._one_by_one(info.batch_size, given), 0
         sizes = {
             name: x.shape[is_mapped]
-            for name, x, is_mapped in zip(
-                self.inputs, front, mapped, strict=True
-            )
+            for name, x, is_mapped in given
             if x is not None
         }
         fold = Fold(info.batch_size, sizes["q"], wrt, torch.broadcast_to)
-        results = self.function.apply(
-            static, *self._joined(fold, front, mapped)
-        )
+        results = self.function.apply(static, *self._joined(fold, given))
         batches = (sizes[x] if x in wrt else sizes["q"] for x in self.outputs)
         if not static.several:
             return tuple(map(fold.split, results, batches)), 0
@@ -75,52 +71,29 @@ class Rule:
         ]
         return tuple(split), 1
 
-    def _is_full(
-        self, front: Sequence[Any], mapped: Sequence[bool], wrt: Names
-    ) -> bool:
+    def _is_full(self, given: Given, wrt: Names) -> bool:
         """Whether q, and a bias that has gradients, have all axes."""
         return all(
             x is None or x.ndim - is_mapped == 4
-            for name, x, is_mapped in zip(
-                self.inputs[self.num_moved :],
-                front[self.num_moved :],
-                mapped[self.num_moved :],
-                strict=True,
-            )
+            for name, x, is_mapped in given[self.num_moved :]
             if name == "q" or (name == "bias" and name in wrt)
         )
 
-    def _joined(
-        self, fold: Fold, front: Sequence[Any], mapped: Sequence[bool]
-    ) -> list[Any]:
+    def _joined(self, fold: Fold, given: Given) -> list[Any]:
         joined = []
-        for index, (name, x, is_mapped) in enumerate(
-            zip(self.inputs, front, mapped, strict=True)
-        ):
-            if x is not None and self._has_directions(index):
-                each = torch.func.vmap(
-                    fold.joined, (None, int(is_mapped), None)
-                )
-                joined.append(each(name, x, is_mapped))
-            elif x is not None:
-                joined.append(fold.joined(name, x, is_mapped))
-            else:
-                joined.append(None)
+        for index, (name, x, is_mapped) in enumerate(given):
+            join: Any = fold.joined
+            if self.static.several and index < self.num_moved:
+                axes = (None, int(is_mapped), None)
+                join = torch.func.vmap(fold.joined, axes)
+            joined.append(None if x is None else join(name, x, is_mapped))
         return joined
 
-    def _has_directions(self, index: int) -> bool:
-        return self.static.several and index < self.num_moved
-
-    def _one_by_one(
-        self, size: int, front: Sequence[Any], mapped: Sequence[bool]
-    ) -> tuple[Any, ...]:
+    def _one_by_one(self, size: int, given: Given) -> tuple[Any, ...]:
         results = [
             self.function.apply(
                 self.static,
-                *(
-                    x[index] if is_mapped else x
-                    for x, is_mapped in zip(front, mapped, strict=True)
-                ),
+                *(x[index] if is_mapped else x for _, x, is_mapped in given),
             )
             for index in range(size)
         ]
