@@ -29,7 +29,7 @@ from cuflash.request.options import MOVED
 
 from . import batched_grad
 from .request import Request
-from .request_derivatives import double_backward, jvp, of_inputs
+from .request_derivatives import double_backward, jvp
 from .vmap import Rule, over_first_axes
 
 _THIRD = (
@@ -201,8 +201,8 @@ class Gradients(_Function):
     @staticmethod
     def forward(static: Static, *tensors: Any) -> Any:
         dout, dlse, q, k, v, out, lse, *others = map(plain, tensors)
-        found = of_inputs(
-            static.request, static.by_name(others), static.wanted,
+        found = static.request.backward(
+            static.by_name(others), static.wanted,
             dout, dlse, q, k, v, out, lse,
         )  # fmt: skip
         return tuple(x for x in found if x is not None)

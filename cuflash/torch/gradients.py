@@ -13,7 +13,6 @@ from cuflash.request.options import DIFFERENTIABLE
 from .batched_grad import is_batched
 from .derivatives import Static, gradients_of
 from .request import Request
-from .request_derivatives import of_inputs
 
 # By one name each, because every backward pass calls them.
 _with_grad = torch.is_grad_enabled
@@ -59,8 +58,8 @@ class Attention(torch.autograd.Function):
             return None, None, *_differentiable(ctx, dout, dlse)
         q, k, v, out, lse, *others = ctx.saved_tensors
         tensors = dict(zip(ctx.names, others, strict=True))
-        return None, None, *of_inputs(
-            ctx.request, tensors, _wanted(ctx), dout, dlse, q, k, v, out, lse,
+        return None, None, *ctx.request.backward(
+            tensors, _wanted(ctx), dout, dlse, q, k, v, out, lse,
         )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from cuflash.request import options
 
 from . import random
 from .request import Request
-from .request_derivatives import of_inputs
 
 # In the schemas' order. The gradients of the first ones are offered.
 TENSORS = tuple(dict.fromkeys((*options.DIFFERENTIABLE, *options.ARRAYS)))
@@ -153,7 +152,7 @@ def run_backward(*tensors: Any, **numbers: Any) -> Any:
     wanted = tuple(
         x for x in options.DIFFERENTIABLE if numbers.get(f"return_d{x}")
     )
-    gradients = of_inputs(asked, asked.tensors, wanted, *tensors[:NUM_SAVED])
+    gradients = asked.backward(asked.tensors, wanted, *tensors[:NUM_SAVED])
     dq = gradients[0]
     return tuple(dq.new_empty(0) if x is None else x for x in gradients)
 
@@ -173,8 +172,7 @@ def run_plain(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
 
 def run_plain_backward(*tensors: Any, **numbers: Any) -> Any:
     """The kernel of plain_attention_backward."""
-    asked = plain_request(**numbers)
-    return of_inputs(asked, {}, (), *tensors)[:3]
+    return plain_request(**numbers).backward({}, (), *tensors)[:3]
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Results = tuple[torch.Tensor, ...]
 
+_UNWANTED = (None,) * len(options.DIFFERENTIABLE)
+
 
 class Request:
     """The arguments of `attention` other than q, k and v.
@@ -105,20 +107,26 @@ class Request:
 
     def backward(
         self,
-        dout: torch.Tensor,
+        tensors: dict[str, torch.Tensor],
+        wanted: tuple[str, ...],
+        dout: torch.Tensor | None,
         dlse: torch.Tensor | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        tensors: dict[str, torch.Tensor],
-        wanted: tuple[str, ...] = (),
-    ) -> Results:
-        """dq, dk and dv; then the gradients of the options that are wanted.
+    ) -> tuple[Any, ...]:
+        """The gradients of q, k, v and DIFFERENTIABLE; None if not wanted.
 
         `tensors` are the options' tensors, as given to forward.
         """
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if dout.is_neg():
+            dout = dout.resolve_neg()
+        if dlse is not None and dlse.is_neg():
+            dlse = dlse.resolve_neg()
         backend = backend_of(q)
         own: tuple[Any, ...] = (
             *self.common, "deterministic", self.deterministic,
@@ -129,13 +137,18 @@ class Request:
         if dlse is not None:
             given["dlse"] = dlse
         if backend is None:
-            return self.on_cpu(api_attention.backward, given, tensors, own)
-        call = self.call(validate.backward, given, tensors, own)
-        results = execute.backward(call, backend)
-        if call.rank == 4:
-            return results
-        first = (strip(x, call.rank) for x in results[:3])
-        return (*first, *results[3:])
+            run = api_attention.backward
+            results = self.on_cpu(run, given, tensors, own)
+        else:
+            call = self.call(validate.backward, given, tensors, own)
+            results = execute.backward(call, backend)
+            if call.rank != 4:
+                first = (strip(x, call.rank) for x in results[:3])
+                results = (*first, *results[3:])
+        if not wanted:
+            return *results, *_UNWANTED
+        others = dict(zip(wanted, results[3:], strict=True))
+        return *results[:3], *map(others.get, options.DIFFERENTIABLE)
 
     def call(
         self,

@@ -10,7 +10,6 @@ import torch
 from cuflash.api import derivatives as api_derivatives
 from cuflash.api.derivatives import strip_each
 from cuflash.launch.runner import Kernels
-from cuflash.request.options import DIFFERENTIABLE
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import derivatives as validate_derivatives
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
@@ -19,8 +18,6 @@ from . import request as requests
 from .request import Request, Results
 
 Tensors = dict[str, torch.Tensor]
-
-_UNWANTED = (None,) * len(DIFFERENTIABLE)
 
 # What may be left out of a call, but has no default.
 ON_CPU = {
@@ -31,32 +28,6 @@ ON_CPU = {
         api_derivatives.double_backward, ddq=None, ddk=None, ddv=None
     ),
 }
-
-
-def of_inputs(
-    request: Request,
-    tensors: dict[str, torch.Tensor],
-    wanted: tuple[str, ...],
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[Any, ...]:
-    """The gradients of q, k, v and DIFFERENTIABLE; None for those unwanted."""
-    if dout is None:
-        dout = torch.zeros_like(out)
-    if dout.is_neg():
-        dout = dout.resolve_neg()
-    if dlse is not None and dlse.is_neg():
-        dlse = dlse.resolve_neg()
-    found = request.backward(dout, dlse, q, k, v, out, lse, tensors, wanted)
-    if not wanted:
-        return *found, *_UNWANTED
-    others = dict(zip(wanted, found[3:], strict=True))
-    return *found[:3], *map(others.get, DIFFERENTIABLE)
 
 
 def jvp(
