@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import ALIGNMENT, MAX_SPLITS, KVCache, Problem
@@ -20,6 +19,7 @@ from .steps import (
     element_bytes,
     is_linear,
     is_packed,
+    lse_bytes,
     main_kernel,
     option_constants,
     padded_head_dims,
@@ -231,10 +231,11 @@ def split_plan(
     buffers: tuple[Buffer, ...] = ()
     if splits > 1:
         launches += (_merge_launch(problem, tile, main, runs),)
-        buffers = workspace.parts(
-            slots, tile.block_q, problem.head_dim_v,
-            8 if problem.lse_dtype == "float64" else 4,
-        )  # fmt: skip
+        rows, size = slots * tile.block_q, lse_bytes(problem)
+        buffers = (
+            Buffer("split_out", size, rows * problem.head_dim_v),
+            Buffer("split_lse", size, rows),
+        )
     if not row_tiles(problem, tile.block_q):  # a call may only append
         launches = ()
     if problem.kvcache is not None:
@@ -243,7 +244,8 @@ def split_plan(
         if problem.kvcache.rotary:
             rows = problem.kvcache.total_q * problem.num_heads_q
             elements = rows * width_of_rotated(problem)
-            buffers += (workspace.rotated(elements, element_bytes(problem)),)
+            size = element_bytes(problem)
+            buffers += (Buffer("rotated", size, elements),)
     return Plan(
         problem, family, tile, launches, workspace=buffers, num_splits=splits
     )

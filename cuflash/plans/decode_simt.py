@@ -21,6 +21,7 @@ from .steps import (
     MAX_OF_TENSOR_CORES,
     element_bytes,
     is_packed,
+    lse_bytes,
     main_kernel,
     option_constants,
 )
@@ -75,10 +76,6 @@ def _stored_bytes(problem: Problem) -> int:
     return 1 if is_float8(problem) else element_bytes(problem)
 
 
-def _real_bytes(problem: Problem) -> int:
-    return 8 if problem.dtype == "float64" else 4
-
-
 def _vectors(problem: Problem) -> tuple[int, int]:
     d, dv = problem.head_dim, problem.head_dim_v
     return _vector(problem, d), _vector(problem, dv)
@@ -96,7 +93,7 @@ def _padded(problem: Problem) -> tuple[int, int]:
 def _shared(problem: Problem, tile: Tile) -> int:
     """Bytes of decode/forward_simt.cu's SharedPlan."""
     _, dv = _padded(problem)
-    return tile.num_warps * tile.block_q * (dv + 2) * _real_bytes(problem)
+    return tile.num_warps * tile.block_q * (dv + 2) * lse_bytes(problem)
 
 
 def _warp_keys(tile: Tile) -> int:
@@ -106,7 +103,7 @@ def _warp_keys(tile: Tile) -> int:
 def _kept(problem: Problem, block_q: int, warp_keys: int) -> int:
     """Registers of a thread for Q, acc, S and a warp's keys."""
     columns = sum(_padded(problem)) // 32
-    words = block_q * (columns + warp_keys) * _real_bytes(problem) // 4
+    words = block_q * (columns + warp_keys) * lse_bytes(problem) // 4
     size = _stored_bytes(problem)
     for head_dim, vector in zip(
         _padded(problem), _vectors(problem), strict=True
@@ -121,7 +118,7 @@ def _others(problem: Problem) -> int:
 
     As seen with NVRTC 13: with fewer, some kernels spill.
     """
-    needed = 8 * _real_bytes(problem) + 32
+    needed = 8 * lse_bytes(problem) + 32
     return needed + 32 if problem.options else needed
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
@@ -128,7 +127,7 @@ def gradients_in_one(
     sums: tuple[Buffer, ...] = ()
     rounded: tuple[Launch, ...] = ()
     if not adds_to_dq:
-        sums = (workspace.dq_sum(q_tiles * tile.block_q * d),)
+        sums = (Buffer("dq_sum", 4, q_tiles * tile.block_q * d),)
         rounded = (
             rounding_launch(problem, tile, head_dims, q_tiles, tile.num_warps),
         )

@@ -13,6 +13,7 @@ from .steps import (
     delta_launch,
     element,
     gradients_of_rows,
+    lse_bytes,
     lse_rest_buffers,
     lse_rest_launches,
     num_directions,
@@ -30,7 +31,7 @@ def sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
     """
     step = tile.num_warps * 32 // rows
     return (
-        8 if problem.dtype == "float64" else 4,
+        lse_bytes(problem),
         round_up(problem.head_dim, step),
         round_up(problem.head_dim_v, step),
     )

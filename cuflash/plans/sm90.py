@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.options import acts, has_order
@@ -247,7 +246,7 @@ def _option_buffers(
 ) -> tuple[Buffer, ...]:
     """With the order of tiles that the blocks follow."""
     ordered = problem.batch * tiles_of_head if problem.segment_ids else 0
-    order = workspace.ints("tile_order", ordered)
+    order = Buffer("tile_order", 4, ordered)
     return (*option_buffers(problem, tile), *([order] if ordered else []))
 
 
@@ -256,8 +255,8 @@ def _scheduler_buffers(tiles: int) -> tuple[Buffer, ...]:
     if not tiles:
         return ()
     return (
-        workspace.ints("tile_counter", 1),
-        workspace.ints("previous_tiles", tiles),
+        Buffer("tile_counter", 4, 1),
+        Buffer("previous_tiles", 4, tiles),
     )
 
 
@@ -530,6 +529,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
         longest_first=not in_order,
     )  # fmt: skip
+    bytes_of_rows = q_tiles * _rows_bytes(problem, tile)
+    if integers:
+        bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
     is_masked = problem.causal or bool(acts(problem) & {"tiles", "pairs"})
     return Plan(
         problem,
@@ -559,14 +561,11 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         workspace=(
             *_option_buffers(problem, tile, k_tiles_of_head),
             *lse_rest_buffers(problem),
-            workspace.query_rows(
-                q_tiles * _rows_bytes(problem, tile)
-                + (k_tiles * _KEY_MAXIMA_BYTES if integers else 0)
-            ),
-            workspace.dq_sum(q_tiles * tile.block_q * d * (1 + integers)),
-            workspace.ints("tile_counter", 1),
-            workspace.ints("recompute_flags", k_tiles),
-            workspace.ints("dq_semaphores", q_tiles * semaphores),
+            Buffer("delta", 16, bytes_of_rows // 16),
+            Buffer("dq_sum", 4, q_tiles * tile.block_q * d * (1 + integers)),
+            Buffer("tile_counter", 4, 1),
+            Buffer("recompute_flags", 4, k_tiles),
+            Buffer("dq_semaphores", 4, q_tiles * semaphores),
         ),
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
+from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
@@ -190,11 +190,11 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         last_section=last,
         workspace=(
             *delta_buffers(problem),
-            workspace.second_query_rows(q_tiles, _rows_bytes(tile)),
-            workspace.dq_sum(q_tiles * tile.block_q * d),
-            workspace.ints("tile_counter", 1),
-            workspace.ints("recompute_flags", k_tiles + q_tiles),
-            workspace.ints("dq_semaphores", q_tiles * semaphores),
+            Buffer("query_rows", _rows_bytes(tile), q_tiles),
+            Buffer("dq_sum", 4, q_tiles * tile.block_q * d),
+            Buffer("tile_counter", 4, 1),
+            Buffer("recompute_flags", 4, k_tiles + q_tiles),
+            Buffer("dq_semaphores", 4, q_tiles * semaphores),
         ),
     )
 

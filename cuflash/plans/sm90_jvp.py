@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
+from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
@@ -129,7 +129,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
             heads * groups,
             tiles,
         ),
-        workspace=(workspace.ints("recompute_flags", flags),),
+        workspace=(Buffer("recompute_flags", 4, flags),),
     )
 
 

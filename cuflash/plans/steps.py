@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, TypedDict
 
-from cuflash.plans import workspace
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request import options
@@ -111,6 +110,10 @@ def element(problem: Problem) -> str:
 
 def element_bytes(problem: Problem) -> int:
     return {"float64": 8, "float32": 4}.get(problem.dtype, 2)
+
+
+def lse_bytes(problem: Problem) -> int:
+    return 8 if problem.lse_dtype == "float64" else 4
 
 
 def num_rows(problem: Problem) -> int:
@@ -374,7 +377,7 @@ def lse_rest_launches(problem: Problem, kind: str = "") -> tuple[Launch, ...]:
         return ()
     tile = _REST_TILE
     rows = tile.block_q + tile.block_k
-    shared = _lse_bytes(problem) * rows * (_REST_COLUMNS + 1)
+    shared = lse_bytes(problem) * rows * (_REST_COLUMNS + 1)
     kernel = KernelPlan(
         file="prepare/lse_rests.cu",
         entry="lse_rests",
@@ -402,29 +405,28 @@ def lse_rest_buffers(problem: Problem) -> tuple[Buffer, ...]:
     """What `lse_rest_launches` write."""
     if not has_lse_rests(problem):
         return ()
-    return (workspace.lse_rests(num_rows(problem), _lse_bytes(problem)),)
+    return (Buffer("lse_rests", lse_bytes(problem), num_rows(problem)),)
 
 
 def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
     """What `option_launches` write for any family."""
     if is_packed(problem):
-        return (workspace.sequence_stats(),)
+        return (Buffer("sequence_stats", 12, 1),)
     if problem.segment_ids:
-        return workspace.segment_ranges(*_tiles_of_segments(problem, tile))
+        q_tiles, k_tiles = _tiles_of_segments(problem, tile)
+        return (
+            Buffer("query_tile_ids", 8, q_tiles),
+            Buffer("key_tile_ids", 8, k_tiles),
+        )
     return ()
 
 
 def delta_buffers(problem: Problem) -> tuple[Buffer, ...]:
     """What `delta_launch` writes."""
-    rows, itemsize = num_rows(problem), _lse_bytes(problem)
-    delta = workspace.delta(rows, itemsize)
-    if problem.direction != "double_backward":
-        return (delta,)
-    return delta, workspace.delta_dot(rows, itemsize)
-
-
-def _lse_bytes(problem: Problem) -> int:
-    return 8 if problem.lse_dtype == "float64" else 4
+    again = problem.direction == "double_backward"
+    names = ("delta", "delta_dot") if again else ("delta",)
+    itemsize, rows = lse_bytes(problem), num_rows(problem)
+    return tuple(Buffer(name, itemsize, rows) for name in names)
 
 
 def semaphore_buffers(problem: Problem, q_tiles: int) -> tuple[Buffer, ...]:
@@ -432,8 +434,8 @@ def semaphore_buffers(problem: Problem, q_tiles: int) -> tuple[Buffer, ...]:
     if not problem.deterministic:
         return ()
     return (
-        workspace.ints("tile_counter", 1),
-        workspace.ints("dq_semaphores", q_tiles),
+        Buffer("tile_counter", 4, 1),
+        Buffer("dq_semaphores", 4, q_tiles),
     )
 
 
