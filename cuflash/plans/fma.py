@@ -10,12 +10,8 @@ from .kernel import Device, Maker, Plan
 from .rounding import round_up
 from .steps import (
     ROWS_PAD,
-    gradient_constants,
     is_linear,
     kept_and_summed,
-    main_kernel,
-    option_constants,
-    tangent_constants,
 )
 
 # kernels/fma/fma.cuh: the layout of a warp's lanes over a matmul's result.
@@ -66,7 +62,6 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         head_dims(problem), _forward_shared(problem, tile),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         ("WEIGHT_KEYS", _weight_keys(tile)),
-        *option_constants(problem),
     )  # fmt: skip
 
 
@@ -107,14 +102,8 @@ def gradients(
     problem: Problem, device: Device, tile: Tile, shared: int
 ) -> Plan:
     """The plan of a backward or a double backward."""
-    main = main_kernel(
-        problem, tile, "fma", head_dims(problem), shared,
-        *gradient_constants(problem, tile),
-        *option_constants(problem), *tangent_constants(problem),
-    )  # fmt: skip
-    return gradients_in_one(
-        problem, device, tile, "fma", head_dims(problem), main
-    )
+    dims = head_dims(problem)
+    return gradients_in_one(problem, device, tile, "fma", dims, shared)
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
@@ -17,15 +15,11 @@ from .fma import (
     shares_evenly,
 )
 from .in_one import jvp_in_one
-from .kernel import Device, KernelPlan, Maker, Plan
+from .kernel import Device, Maker, Plan
 from .steps import (
     ROWS_PAD,
-    DirectionGroups,
     is_linear,
-    main_kernel,
     num_directions,
-    option_constants,
-    tangent_constants,
 )
 
 # Columns of P and of P * W that a warp's lanes exchange at a time.
@@ -58,19 +52,11 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    dims = head_dims(problem)
-
-    def kernel_of(group: DirectionGroups) -> KernelPlan:
-        of_group = replace(tile, directions=group.directions)
-        return main_kernel(
-            problem, tile, "fma", dims, _jvp_shared(problem, of_group),
-            ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-            ("WEIGHT_KEYS", _WEIGHT_KEYS),
-            *group.constants,
-            *option_constants(problem), *tangent_constants(problem),
-        )  # fmt: skip
-
-    return jvp_in_one(problem, device, tile, "fma", dims, kernel_of)
+    return jvp_in_one(
+        problem, device, tile, "fma", head_dims(problem), _jvp_shared,
+        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+        ("WEIGHT_KEYS", _WEIGHT_KEYS),
+    )  # fmt: skip
 
 
 def _double_backward_shared(problem: Problem, tile: Tile) -> int:

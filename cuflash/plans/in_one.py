@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
 
-from .kernel import Device, KernelPlan, Launch, Plan
+from .kernel import Device, Launch, Plan
 from .record import FAMILIES, FamilyName
 from .steps import (
-    DirectionGroups,
     count_tiles,
     delta_buffers,
     delta_launch,
@@ -23,10 +23,12 @@ from .steps import (
     main_kernel,
     num_directions,
     option_buffers,
+    option_constants,
     option_launches,
     rounding_launch,
     sections,
     semaphore_buffers,
+    tangent_constants,
 )
 
 
@@ -40,7 +42,10 @@ def forward_in_one(
     *own: tuple[str, int | bool | str],
 ) -> Plan:
     """One kernel, one block per query tile; `own` are its own constants."""
-    kernel = main_kernel(problem, tile, family, head_dims, shared, *own)
+    kernel = main_kernel(
+        problem, tile, family, head_dims, shared,
+        *own, *option_constants(problem),
+    )  # fmt: skip
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     pairs = problem.batch * problem.num_heads_q
     columns = sum(head_dims)  # of k and v
@@ -64,20 +69,26 @@ def jvp_in_one(
     tile: Tile,
     family: FamilyName,
     head_dims: tuple[int, int],
-    kernel_of: Callable[[DirectionGroups], KernelPlan],
-    *,
+    shared: Callable[[Problem, Tile], int],
+    *own: tuple[str, int | bool | str],
     after_forward: bool = False,
 ) -> Plan:
     """A block per query tile and group of directions.
 
-    `after_forward`: as of `Plan`.
+    `shared` tells bytes of a block; `own` are the kernel's own constants.
+    `after_forward`: as of `Plan`; such a kernel has no groups.
     """
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
-    launches = [
-        Launch(kernel_of(group), tiles * heads * group.groups)
-        for group in direction_groups(problem, tile)
-    ]
+    launches = []
+    for group in direction_groups(problem, tile):
+        of_group = replace(tile, directions=group.directions)
+        kernel = main_kernel(
+            problem, tile, family, head_dims, shared(problem, of_group),
+            *own, *(() if after_forward else group.constants),
+            *option_constants(problem), *tangent_constants(problem),
+        )  # fmt: skip
+        launches.append(Launch(kernel, tiles * heads * group.groups))
     # Columns of k, v and their tangents.
     columns = (1 + tile.directions) * sum(head_dims)
     bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
@@ -108,13 +119,30 @@ def gradients_in_one(
     tile: Tile,
     family: FamilyName,
     head_dims: tuple[int, int],
-    main: KernelPlan,
+    shared: int,
+    *own: tuple[str, int | bool | str],
+    last: tuple[tuple[str, int], ...] = (),
+    kind: str = "",
 ) -> Plan:
-    """The delta kernel, then `main`: a backward or a double backward.
+    """The delta kernel, then the main one: a backward or a double backward.
 
-    `main` has one block per key tile. It adds to dq, or d2q, itself, or to
-    float32 sums, which another kernel rounds.
+    `own` and `last` are the main kernel's own constants, `kind` the end of
+    its name if a family has another one. It has one block per key tile. It
+    adds to dq, or d2q, itself, or to float32 sums, which another kernel
+    rounds.
     """
+    main = main_kernel(
+        problem, tile, family, head_dims, shared, *own,
+        ("DETERMINISTIC", problem.deterministic),
+        # How warps share the matmuls.
+        ("SCORE_WARPS_Q", tile.score_warps_q),
+        ("GRADIENT_WARPS_K", tile.gradient_warps_k),
+        *option_constants(problem), *tangent_constants(problem), *last,
+    )  # fmt: skip
+    if kind:
+        entry = problem.direction + kind
+        folder = FAMILIES[family].folder
+        main = replace(main, file=f"{folder}/{entry}.cu", entry=entry)
     d, dv = head_dims
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q

@@ -6,18 +6,14 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
 from .in_one import forward_in_one, gradients_in_one
-from .kernel import Device, KernelPlan, Maker, Plan
+from .kernel import Device, Maker, Plan
 from .record import FamilyName
 from .rounding import round_up
 from .steps import (
     HEAD_DIM_STEP,
     ROWS_PAD,
     element_bytes,
-    gradient_constants,
     kept_and_summed,
-    main_kernel,
-    option_constants,
-    tangent_constants,
 )
 
 # GPUs whose tensor cores are at least as fast for float64 as CUDA cores.
@@ -71,7 +67,6 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return forward_in_one(
         problem, device, tile, family_of(problem),
         head_dims(problem), _forward_shared(problem, tile),
-        *option_constants(problem),
     )  # fmt: skip
 
 
@@ -109,23 +104,18 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     return kept_and_summed(tile, d, dv, words) <= REGISTERS
 
 
-def gradients_kernel(
-    problem: Problem, tile: Tile, shared: int, warp_roles: int = 1
-) -> KernelPlan:
-    """The main kernel of a backward or a double backward."""
-    return main_kernel(
-        problem, tile, family_of(problem), head_dims(problem), shared,
-        *gradient_constants(problem, tile),
-        *option_constants(problem), *tangent_constants(problem),
-        ("WARP_ROLES", warp_roles),
+def gradients(
+    problem: Problem, device: Device, tile: Tile, shared: int, roles: int = 1
+) -> Plan:
+    """The plan of a backward or a double backward; `roles` of warps."""
+    return gradients_in_one(
+        problem, device, tile, family_of(problem), head_dims(problem), shared,
+        last=(("WARP_ROLES", roles),), kind="_roles" if roles > 1 else "",
     )  # fmt: skip
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    main = gradients_kernel(problem, tile, _backward_shared(problem, tile))
-    return gradients_in_one(
-        problem, device, tile, family_of(problem), head_dims(problem), main
-    )
+    return gradients(problem, device, tile, _backward_shared(problem, tile))
 
 
 FORWARD = Maker(_forward, _forward_shared, _forward_fits)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
-from .in_one import gradients_in_one, jvp_in_one
+from .in_one import jvp_in_one
 from .kernel import Device, Maker, Plan
 from .mma8 import (
     REGISTERS,
     chunk,
     family_of,
-    gradients_kernel,
+    gradients,
     head_dims,
     shares_evenly,
 )
@@ -21,9 +19,6 @@ from .rounding import round_up
 from .steps import (
     ROWS_PAD,
     element_bytes,
-    main_kernel,
-    option_constants,
-    tangent_constants,
 )
 
 
@@ -61,14 +56,9 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    family, dims = family_of(problem), head_dims(problem)
-    kernel = main_kernel(
-        problem, tile, family, dims, _jvp_shared(problem, tile),
-        *option_constants(problem), *tangent_constants(problem),
-    )  # fmt: skip
     return jvp_in_one(
-        problem, device, tile, family, dims, lambda _: kernel,
-        after_forward=True,
+        problem, device, tile, family_of(problem), head_dims(problem),
+        _jvp_shared, after_forward=True,
     )  # fmt: skip
 
 
@@ -140,16 +130,7 @@ def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
 
 def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     shared = _double_backward_shared(problem, tile)
-    kernel = gradients_kernel(problem, tile, shared, _warp_roles(tile))
-    if _warp_roles(tile) == 2:
-        kernel = replace(
-            kernel,
-            file="mma8/double_backward_roles.cu",
-            entry="double_backward_roles",
-        )
-    return gradients_in_one(
-        problem, device, tile, family_of(problem), head_dims(problem), kernel
-    )
+    return gradients(problem, device, tile, shared, _warp_roles(tile))
 
 
 JVP = Maker(_jvp, _jvp_shared, _jvp_fits)

@@ -37,7 +37,7 @@ def sizes(problem: Problem, tile: Tile, rows: int) -> tuple[int, ...]:
     )
 
 
-def _forward_shared(problem: Problem, tile: Tile) -> int:
+def forward_shared(problem: Problem, tile: Tile) -> int:
     size, d, dv = sizes(problem, tile, tile.block_q)
     return size * (
         tile.block_q * (d + 1)
@@ -153,7 +153,7 @@ def gradients(
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    shared = _forward_shared(problem, tile)
+    shared = forward_shared(problem, tile)
     kernel = kernel_of(problem, tile, tile.block_q, shared)
     return by_queries(problem, tile, kernel)
 
@@ -165,5 +165,5 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return gradients(problem, tile, dkdv, dq)
 
 
-FORWARD = Maker(_forward, _forward_shared, fits)
+FORWARD = Maker(_forward, forward_shared, fits)
 BACKWARD = Maker(_backward, _backward_shared, fits)

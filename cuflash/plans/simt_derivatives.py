@@ -6,16 +6,19 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
-from .simt import REGISTERS, by_queries, fits, gradients, kernel_of, sizes
+from .simt import (
+    REGISTERS,
+    by_queries,
+    fits,
+    forward_shared,
+    gradients,
+    kernel_of,
+    sizes,
+)
 
 
 def _jvp_shared(problem: Problem, tile: Tile) -> int:
-    size, d, dv = sizes(problem, tile, tile.block_q)
-    return (2 * size) * (
-        tile.block_q * (d + 1)
-        + tile.block_k * (max(d, dv) + 1)
-        + tile.block_q * (tile.block_k + 1)
-    )
+    return 2 * forward_shared(problem, tile)
 
 
 def _jvp_fits(problem: Problem, tile: Tile) -> bool:

@@ -9,14 +9,10 @@ from .in_one import forward_in_one, gradients_in_one
 from .kernel import Device, Maker, Plan
 from .rounding import round_up
 from .steps import (
-    gradient_constants,
     is_linear,
     kept_and_summed,
-    main_kernel,
-    option_constants,
     padded_head_dims,
     run_tiles,
-    tangent_constants,
     tile_bytes,
 )
 
@@ -25,7 +21,7 @@ from .steps import (
 ACCUMULATOR_REGISTERS = 224
 
 
-def _forward_shared(problem: Problem, tile: Tile) -> int:
+def forward_shared(problem: Problem, tile: Tile) -> int:
     d, dv = padded_head_dims(problem)
     return (
         tile_bytes(tile.block_q, max(d, dv))
@@ -64,11 +60,10 @@ def padded(problem: Problem, d: int, dv: int) -> bool:
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = padded_head_dims(problem)
     return forward_in_one(
-        problem, device, tile, "sm80", (d, dv), _forward_shared(problem, tile),
+        problem, device, tile, "sm80", (d, dv), forward_shared(problem, tile),
         ("PADDED", padded(problem, d, dv)),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         run_tiles(problem, tile),
-        *option_constants(problem),
     )  # fmt: skip
 
 
@@ -112,19 +107,16 @@ def gradients(
 ) -> Plan:
     """The plan of a backward or a double backward."""
     d, dv = padded_head_dims(problem)
-    main = main_kernel(
-        problem, tile, "sm80", (d, dv), shared,
+    return gradients_in_one(
+        problem, device, tile, "sm80", (d, dv), shared,
         ("PADDED", padded(problem, d, dv)),
         ("NUM_STAGES", tile.num_stages),
-        *gradient_constants(problem, tile),
-        *option_constants(problem), *tangent_constants(problem),
     )  # fmt: skip
-    return gradients_in_one(problem, device, tile, "sm80", (d, dv), main)
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return gradients(problem, device, tile, _backward_shared(problem, tile))
 
 
-FORWARD = Maker(_forward, _forward_shared, _forward_fits)
+FORWARD = Maker(_forward, forward_shared, _forward_fits)
 BACKWARD = Maker(_backward, _backward_shared, _backward_fits)

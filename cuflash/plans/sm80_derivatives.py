@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cuflash.plans.tiles import Tile
 from cuflash.request.options import acts
 from cuflash.request.problem import Problem
 
 from .in_one import jvp_in_one
-from .kernel import Device, KernelPlan, Maker, Plan
+from .kernel import Device, Maker, Plan
 from .rounding import round_up
 from .sm80 import (
     ACCUMULATOR_REGISTERS,
+    forward_shared,
     gradients,
     padded,
     shares_gradients,
     shares_rows,
 )
 from .steps import (
-    DirectionGroups,
     is_linear,
-    main_kernel,
     num_directions,
-    option_constants,
     padded_head_dims,
-    tangent_constants,
     tile_bytes,
 )
 
@@ -37,12 +32,7 @@ _REGISTERS_OF_SM, _REGISTERS_OF_THREAD = 64 * 1024, 255
 
 
 def _jvp_shared(problem: Problem, tile: Tile) -> int:
-    d, dv = padded_head_dims(problem)
-    return (1 + tile.directions) * (
-        tile_bytes(tile.block_q, max(d, dv))
-        + tile_bytes(tile.block_k, d)
-        + tile_bytes(tile.block_k, dv)
-    )
+    return (1 + tile.directions) * forward_shared(problem, tile)
 
 
 def _jvp_fits(problem: Problem, tile: Tile) -> bool:
@@ -58,19 +48,12 @@ def _jvp_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = dims = padded_head_dims(problem)
-
-    def kernel_of(group: DirectionGroups) -> KernelPlan:
-        of_group = replace(tile, directions=group.directions)
-        return main_kernel(
-            problem, tile, "sm80", dims, _jvp_shared(problem, of_group),
-            ("PADDED", padded(problem, d, dv)),
-            ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-            *group.constants,
-            *option_constants(problem), *tangent_constants(problem),
-        )  # fmt: skip
-
-    return jvp_in_one(problem, device, tile, "sm80", dims, kernel_of)
+    d, dv = padded_head_dims(problem)
+    return jvp_in_one(
+        problem, device, tile, "sm80", (d, dv), _jvp_shared,
+        ("PADDED", padded(problem, d, dv)),
+        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+    )  # fmt: skip
 
 
 def _double_backward_shared(problem: Problem, tile: Tile) -> int:

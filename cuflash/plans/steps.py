@@ -575,17 +575,6 @@ def main_kernel(
     )
 
 
-def gradient_constants(
-    problem: Problem, tile: Tile
-) -> tuple[tuple[str, int | bool], ...]:
-    """Constants of backward kernels: how warps share the matmuls."""
-    return (
-        ("DETERMINISTIC", problem.deterministic),
-        ("SCORE_WARPS_Q", tile.score_warps_q),
-        ("GRADIENT_WARPS_K", tile.gradient_warps_k),
-    )
-
-
 def merge_plan(problem: Problem) -> Plan:
     states = problem.num_states
     few = states <= FEW_STATES
