@@ -43,7 +43,6 @@ def append_launches(
             *constants,
         ),
         threads=ROW_THREADS,
-        shared_bytes=0,
     )
     return (Launch(kernel, ceil_div(rows * 32, ROW_THREADS)),)
 

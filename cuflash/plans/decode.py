@@ -276,7 +276,6 @@ def _merge_launch(
             ("SEGMENTS", False),
         ),
         threads=32 * warps,
-        shared_bytes=0,
         ptxas_level=3,  # loads under way together
     )
     return Launch(kernel, runs * rows, overlaps=True)

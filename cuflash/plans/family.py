@@ -64,7 +64,7 @@ _MAKERS: dict[str, dict[str, Maker]] = {
 
 # Whether sm90's kernels support a problem; `sm90.runs` in other directions.
 _SM90_RUNS = {
-    "jvp": sm90_jvp.runs,
+    "jvp": sm90.runs_derivatives,
     "double_backward": sm90_double_backward.runs,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
+from . import steps
 from .in_one import forward_in_one, gradients_in_one
 from .kernel import Device, Maker, Plan
 from .rounding import round_up
@@ -47,13 +48,17 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
-def _forward_fits(problem: Problem, tile: Tile) -> bool:
+def rows_fit(problem: Problem, tile: Tile, kinds: int = 1) -> bool:
+    """Whether lanes share rows, and registers hold those of O and S.
+
+    `kinds`: these alone, or their tangents too.
+    """
     _, dv = head_dims(problem)
     if tile.block_q % (tile.num_warps * LANE_ROWS):
         return False
     rows = tile.block_q // tile.num_warps // LANE_ROWS
     columns = (tile.block_k + dv) // LANE_COLUMNS
-    return rows <= 8 and rows * (columns + 4) <= REGISTERS
+    return rows <= 8 and kinds * rows * (columns + 4) <= REGISTERS
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -76,18 +81,9 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
 
 def shares_evenly(problem: Problem, tile: Tile) -> bool:
     """Whether all lanes get as much of each product of a backward pass."""
-    d, dv = head_dims(problem)
-    across = tile.num_warps // tile.score_warps_q
-    gradient_across = tile.num_warps // tile.gradient_warps_k
-    shares = (
-        tile.block_q % (tile.score_warps_q * LANE_ROWS),
-        tile.block_k % (across * LANE_COLUMNS),
-        d % (across * 32),
-        tile.block_k % (tile.gradient_warps_k * 16),
-        d % (gradient_across * 32),
-        dv % (gradient_across * 32),
+    return steps.shares_evenly(
+        tile, tile.num_warps, head_dims(problem), LANE_ROWS, LANE_COLUMNS, 32
     )
-    return not any(shares)
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
@@ -110,5 +106,5 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return gradients(problem, device, tile, _backward_shared(problem, tile))
 
 
-FORWARD = Maker(_forward, _forward_shared, _forward_fits)
+FORWARD = Maker(_forward, _forward_shared, rows_fit)
 BACKWARD = Maker(_backward, _backward_shared, _backward_fits)

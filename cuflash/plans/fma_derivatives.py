@@ -6,12 +6,11 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
 from .fma import (
-    LANE_COLUMNS,
     LANE_ROWS,
-    REGISTERS,
     WEIGHTS_PAD,
     gradients,
     head_dims,
+    rows_fit,
     shares_evenly,
 )
 from .in_one import jvp_in_one
@@ -41,14 +40,9 @@ def _jvp_shared(problem: Problem, tile: Tile) -> int:
 
 def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     """Whether O, S, their tangents and a fragment stay in registers."""
-    _, dv = head_dims(problem)
-    if tile.directions > num_directions(problem):
-        return False
-    if tile.block_q % (tile.num_warps * LANE_ROWS):
-        return False
-    rows = tile.block_q // tile.num_warps // LANE_ROWS
-    columns = (tile.block_k + dv) // LANE_COLUMNS
-    return (1 + tile.directions) * rows * (columns + 4) <= REGISTERS
+    return tile.directions <= num_directions(problem) and rows_fit(
+        problem, tile, 1 + tile.directions
+    )
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:

@@ -97,7 +97,7 @@ class KernelPlan:
     entry: str
     constants: tuple[tuple[str, bool | int | str], ...]
     threads: int
-    shared_bytes: int
+    shared_bytes: int = 0
     ptxas_level: int = 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
+from . import steps
 from .in_one import forward_in_one, gradients_in_one
 from .kernel import Device, Maker, Plan
 from .record import FamilyName
@@ -52,15 +53,20 @@ def _forward_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
-def _forward_fits(problem: Problem, tile: Tile) -> bool:
+def rows_fit(problem: Problem, tile: Tile, warps: int, scores: int) -> bool:
+    """Whether warps share rows, and registers hold as many scores, and O."""
     _, dv = head_dims(problem)
-    if tile.block_q % (tile.num_warps * 16):
+    if tile.block_q % (warps * 16):
         return False
-    rows = tile.block_q // tile.num_warps
+    rows = tile.block_q // warps
     words = element_bytes(problem) // 4
     restarted = rows * 8 * 4 if words == 1 else 0  # sums of a chunk
-    kept = words * rows * (tile.block_k + dv) + restarted
+    kept = words * rows * (scores * tile.block_k + dv) + restarted
     return kept // 32 <= REGISTERS
+
+
+def _forward_fits(problem: Problem, tile: Tile) -> bool:
+    return rows_fit(problem, tile, tile.num_warps, 1)
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -81,19 +87,9 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
 
 def shares_evenly(problem: Problem, tile: Tile, num_warps: int) -> bool:
     """Whether warps can share a backward tile, by whole MMAs."""
-    d, dv = head_dims(problem)
-    across = num_warps // tile.score_warps_q
-    gradient_across = num_warps // tile.gradient_warps_k
     columns = 8 * chunk(problem)
-    shares = (
-        tile.block_q % (tile.score_warps_q * 16),
-        tile.block_k % (across * 8),
-        d % (across * columns),
-        tile.block_k % (tile.gradient_warps_k * 16),
-        d % (gradient_across * columns),
-        dv % (gradient_across * columns),
-    )
-    return not any(shares)
+    dims = head_dims(problem)
+    return steps.shares_evenly(tile, num_warps, dims, 16, 8, columns)
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:

@@ -13,6 +13,7 @@ from .mma8 import (
     family_of,
     gradients,
     head_dims,
+    rows_fit,
     shares_evenly,
 )
 from .rounding import round_up
@@ -44,15 +45,7 @@ def _jvp_shared(problem: Problem, tile: Tile) -> int:
 
 def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     """Whether S, W and the sum of O' stay in registers."""
-    _, dv = head_dims(problem)
-    warps = tile.num_warps // _jvp_groups(tile)
-    if tile.block_q % (warps * 16):
-        return False
-    rows = tile.block_q // warps
-    words = element_bytes(problem) // 4
-    restarted = rows * 8 * 4 if words == 1 else 0  # sums of a chunk
-    kept = words * rows * (2 * tile.block_k + dv) + restarted
-    return kept // 32 <= REGISTERS
+    return rows_fit(problem, tile, tile.num_warps // _jvp_groups(tile), 2)
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:

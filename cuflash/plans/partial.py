@@ -78,6 +78,5 @@ def _plan(
             ("NUM_THREADS", threads),
         ),
         threads=threads,
-        shared_bytes=0,
     )
     return plan_of_one(problem, kernel, blocks)

@@ -27,7 +27,6 @@ def rotary_plan(problem: Problem) -> Plan:
             ("NUM_THREADS", 32 * warps),
         ),
         threads=32 * warps,
-        shared_bytes=0,
     )
     tokens = problem.batch * problem.seqlen_q
     blocks = tokens * ceil_div(problem.num_heads_q, warps)

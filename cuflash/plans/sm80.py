@@ -13,6 +13,7 @@ from .steps import (
     kept_and_summed,
     padded_head_dims,
     run_tiles,
+    shares_evenly,
     tile_bytes,
 )
 
@@ -79,20 +80,11 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
 
 def shares_gradients(problem: Problem, tile: Tile) -> bool:
     """Whether warps share the matmuls of a backward pass, and loads."""
-    d, dv = padded_head_dims(problem)
-    across = tile.num_warps // tile.score_warps_q
-    gradient_across = tile.num_warps // tile.gradient_warps_k
-    shares = (
-        tile.block_q % (tile.num_warps * 4),  # rows loaded at once
-        tile.block_k % (tile.num_warps * 4),
-        tile.block_q % (tile.score_warps_q * 16),
-        tile.block_k % (across * 16),
-        d % (across * 16),
-        tile.block_k % (tile.gradient_warps_k * 16),
-        d % (gradient_across * 16),
-        dv % (gradient_across * 16),
-    )
-    return not any(shares)
+    rows_at_once = tile.num_warps * 4
+    if tile.block_q % rows_at_once or tile.block_k % rows_at_once:
+        return False
+    dims = padded_head_dims(problem)
+    return shares_evenly(tile, tile.num_warps, dims, 16, 16, 16)
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:

@@ -492,7 +492,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             ),
         ),
         threads=ROW_THREADS,
-        shared_bytes=0,
     )
     main = KernelPlan(
         file=f"sm90/backward{wide}.cu",

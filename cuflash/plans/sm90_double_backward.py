@@ -95,7 +95,6 @@ def _rows(problem: Problem, tile: Tile, semaphores: int) -> KernelPlan:
             *some_options(problem, "Wgmma", "SEGMENTS"),
         ),
         threads=ROW_THREADS,
-        shared_bytes=0,
     )
 
 

@@ -11,7 +11,7 @@ from cuflash.request.problem import Problem
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel, recompute_launch
-from .sm90 import MBARRIER_BYTES, head_dims, runs_derivatives
+from .sm90 import MBARRIER_BYTES, head_dims
 from .steps import (
     DirectionGroups,
     count_tiles,
@@ -31,11 +31,6 @@ _FLAG_ROWS = 16  # common/row_flags.cuh
 
 # Of the kernel that computes the flagged rows.
 _RECOMPUTE_TILE = Tile(32, 16, 4)
-
-
-def runs(problem: Problem, device: Device) -> bool:
-    """Whether the kernel supports the problem."""
-    return runs_derivatives(problem, device)
 
 
 def _shared(problem: Problem, tile: Tile) -> int:

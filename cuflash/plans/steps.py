@@ -293,7 +293,6 @@ def delta_launch(
             packed(problem),
         ),
         threads=ROW_THREADS,
-        shared_bytes=0,
     )
     return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
 
@@ -315,7 +314,6 @@ def option_launches(
             entry="segment_ranges",
             constants=(*sizes, *constants),
             threads=ROW_THREADS,
-            shared_bytes=0,
         )
         warps = sum(_tiles_of_segments(problem, tile))
         ranges = Launch(kernel, ceil_div(warps * 32, ROW_THREADS))
@@ -530,6 +528,29 @@ def gradients_of_rows(
     return (Launch(kernel, problem.num_heads_q),)
 
 
+def shares_evenly(
+    tile: Tile, num_warps: int, head_dims: tuple[int, int], rows: int,
+    keys: int, columns: int,
+) -> bool:  # fmt: skip
+    """Whether warps get as much of each product of a backward pass.
+
+    A warp has multiples of `rows` and `keys` of scores, and of 16 keys and
+    `columns` of gradients.
+    """
+    across = num_warps // tile.score_warps_q
+    gradient_across = num_warps // tile.gradient_warps_k
+    d, dv = head_dims
+    shares = (
+        tile.block_q % (tile.score_warps_q * rows),
+        tile.block_k % (across * keys),
+        d % (across * columns),
+        tile.block_k % (tile.gradient_warps_k * 16),
+        d % (gradient_across * columns),
+        dv % (gradient_across * columns),
+    )
+    return not any(shares)
+
+
 def kept_and_summed(tile: Tile, d: int, dv: int, words: int = 1) -> int:
     """Accumulator registers of a thread: dK and dV, and scores or dq.
 
@@ -588,7 +609,6 @@ def merge_plan(problem: Problem) -> Plan:
             ("Arguments", "MergeArguments" if few else "MergeManyArguments"),
         ),
         threads=ROW_THREADS,
-        shared_bytes=0,
     )
     blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)  # a warp per row
     return plan_of_one(problem, kernel, blocks)
