@@ -8,6 +8,7 @@ from typing import Any
 from cuflash.backends.base import Backend, Target
 from cuflash.launch.arrays import converted
 from cuflash.launch.recipe import (
+    Layouts,
     Recipe,
     decide,
     layouts_of,
@@ -23,7 +24,7 @@ from cuflash.launch.shapes import (
 from cuflash.launch.structs import pointers_of
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts
-from cuflash.request.problem import Call, Problem, Signature
+from cuflash.request.problem import Call, Layout, Problem, Signature
 
 
 def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
@@ -108,10 +109,14 @@ def _backward_recipe(
     taken["dq"] = writable_dq(given["dq"])
     for name in ("dk", "dv"):
         taken[name] = layouts.writable(given[name], by_tma)
-    for name in ("lse", "dlse"):
-        if name in given:
-            taken[name] = layouts.contiguous(given[name])
+    taken |= of_lse(given)
     return recipe_of(signature, target, decided, given, taken, gradients_of(p))
+
+
+def of_lse(given: Layouts) -> dict[str, Layout]:
+    """lse and dlse, as kernels read them."""
+    names = ("lse", "dlse")
+    return {x: layouts.contiguous(given[x]) for x in names if x in given}
 
 
 # ---- Gradients: of backward, and the second ones of double_backward ----

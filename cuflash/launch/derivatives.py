@@ -14,9 +14,11 @@ from cuflash.launch.attention import (
     gradients_of,
     have_pairs,
     new_gradients,
+    of_lse,
     returned,
 )
 from cuflash.launch.recipe import (
+    Layouts,
     Recipe,
     decide,
     layouts_of,
@@ -29,7 +31,7 @@ from cuflash.launch.shapes import (
     lse_shape_of,
     out_shape_of,
 )
-from cuflash.plans.plan import FamilyName
+from cuflash.plans.plan import FamilyName, Plan
 from cuflash.plans.record import Family
 from cuflash.plans.steps import num_directions
 from cuflash.request import layouts, options
@@ -217,16 +219,7 @@ def _jvp_recipe(
         taken["lse"] = layouts.contiguous(given["lse"])
     else:
         writes = ("out", "lse", *writes)
-    moves = _tangents_taken(signature, family)
-    return recipe_of(
-        signature,
-        target,
-        decided,
-        given,
-        {**taken, **moves},
-        writes,
-        {"tangents": _tangent_numbers(signature, moves)},
-    )
+    return _recipe(signature, target, decided, given, taken, writes)
 
 
 @remembered
@@ -240,19 +233,19 @@ def _double_recipe(
     taken = {name: given[name] for name in gradient_shapes_of(p)}
     for name in ("dout", "q", "k", "v", "out"):
         taken[name] = family.readable(given[name])
-    for name in ("lse", "dlse"):
-        if name in given:
-            taken[name] = layouts.contiguous(given[name])
-    moves = _tangents_taken(signature, family)
-    return recipe_of(
-        signature,
-        target,
-        decided,
-        given,
-        {**taken, **moves},
-        gradients_of(p),
-        {"tangents": _tangent_numbers(signature, moves)},
-    )
+    taken |= of_lse(given)
+    return _recipe(signature, target, decided, given, taken, gradients_of(p))
+
+
+def _recipe(
+    signature: Signature, target: Target, decided: Plan, given: Layouts,
+    taken: Layouts, writes: tuple[str, ...],
+) -> Recipe:  # fmt: skip
+    """As `recipe_of`, with tangents."""
+    moves = _tangents_taken(signature, decided.record)
+    numbers = {"tangents": _tangent_numbers(signature, moves)}
+    taken = {**taken, **moves}
+    return recipe_of(signature, target, decided, given, taken, writes, numbers)
 
 
 def _tangents_taken(signature: Signature, family: Family) -> dict[str, Layout]:
