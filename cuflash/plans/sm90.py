@@ -186,35 +186,46 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     return used <= room
 
 
+def kernel_of(
+    problem: Problem, tile: Tile, head_dims: tuple[int, int], shared: int,
+    *own: tuple[str, int | bool | str], kind: str = "", ptxas_level: int = 3,
+) -> KernelPlan:  # fmt: skip
+    """The kernel of the problem's direction, or a `kind` of it."""
+    return KernelPlan(
+        file=f"sm90/{problem.direction}{kind}.cu",
+        entry=f"{problem.direction}_sm90{kind}",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", head_dims[0]),
+            ("HEAD_DIM_V", head_dims[1]),
+            *own,
+        ),
+        threads=tile.num_warps * 32,
+        shared_bytes=shared,
+        ptxas_level=ptxas_level,
+    )
+
+
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    d, dv = head_dims(problem)
     most = shared_bytes_of_block(device, tile.blocks_per_sm)
     q_stages, shared = next(
         (stages, room)
         for stages in (3, 2, 1)
         if (room := _shared(problem, tile, stages)) <= most
     )
-    kernel = KernelPlan(
-        file="sm90/forward.cu",
-        entry="forward_sm90",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("CAUSAL", problem.causal),
-            ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("Q_STAGES", q_stages),
-            ("KV_STAGES", tile.num_stages),
-            ("BLOCKS_PER_SM", tile.blocks_per_sm),
-            ("SHARED_BYTES", shared),
-            run_tiles(problem, tile),
-            *option_constants(problem, "Wgmma"),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-    )
+    kernel = kernel_of(
+        problem, tile, head_dims(problem), shared,
+        ("CAUSAL", problem.causal),
+        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("Q_STAGES", q_stages),
+        ("KV_STAGES", tile.num_stages),
+        ("BLOCKS_PER_SM", tile.blocks_per_sm),
+        ("SHARED_BYTES", shared),
+        run_tiles(problem, tile),
+        *option_constants(problem, "Wgmma"),
+    )  # fmt: skip
     num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
     items = heads * num_tiles
@@ -445,6 +456,30 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
 
 
+def rows_kernel(
+    problem: Problem, tile: Tile, name: str, head_dim: int,
+    *own: tuple[str, int | bool], options: tuple[str, ...],
+) -> KernelPlan:  # fmt: skip
+    """The kernel that prepares row statistics; it depends on `options`."""
+    lanes = ceil_div(problem.head_dim_v, 8)
+    return KernelPlan(
+        file=f"prepare/{name}.cu",
+        entry=f"{problem.direction}_rows",
+        constants=(
+            ("Element", problem.dtype),
+            ("HEAD_DIM", head_dim),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            *own,
+            ("DLSE", problem.dlse),
+            ("NUM_THREADS", ROW_THREADS),
+            ("LANES", 1 << (lanes - 1).bit_length()),
+            *some_options(problem, "Wgmma", *options),
+        ),
+        threads=ROW_THREADS,
+    )
+
+
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
     shared = _backward_shared(problem, tile)
@@ -457,10 +492,18 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     integers = has_integer_dq(problem)
     in_order = problem.deterministic and not integers
     semaphores = dq_warps // 4 if in_order else 0
-    layout = (
-        ("Element", problem.dtype),
-        ("HEAD_DIM", d),
-        ("HEAD_DIM_V", dv),
+    rows = rows_kernel(
+        problem, tile, "row_stats", d,
+        ("DQ_SEMAPHORES", semaphores),
+        ("INTEGER_DQ", integers),
+        ("CAUSAL", integers and problem.causal),
+        options=(
+            *("SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"),
+            *(("WINDOW", "DROPOUT") if integers else ()),
+        ),
+    )  # fmt: skip
+    main = kernel_of(
+        problem, tile, (d, dv), shared,
         ("BLOCK_Q", tile.block_q),
         ("BLOCK_K", tile.block_k),
         ("NUM_WARPS", dq_warps),
@@ -468,45 +511,12 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("CAUSAL", problem.causal),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
-    )
-    lanes = ceil_div(problem.head_dim_v, 8)
-    rows = KernelPlan(
-        file="prepare/row_stats.cu",
-        entry="backward_rows",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", d),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("DQ_SEMAPHORES", semaphores),
-            ("INTEGER_DQ", integers),
-            ("CAUSAL", integers and problem.causal),
-            ("DLSE", problem.dlse),
-            ("NUM_THREADS", ROW_THREADS),
-            ("LANES", 1 << (lanes - 1).bit_length()),
-            *some_options(
-                problem,
-                "Wgmma",
-                *("SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"),
-                *(("WINDOW", "DROPOUT") if integers else ()),
-            ),
-        ),
-        threads=ROW_THREADS,
-    )
-    main = KernelPlan(
-        file=f"sm90/backward{wide}.cu",
-        entry=f"backward_sm90{wide}",
-        constants=(
-            *layout,
-            ("STAGES", tile.num_stages),
-            ("SHARED_BYTES", shared),
-            *option_constants(problem, "Wgmma"),
-            *of_narrow,
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-        ptxas_level=tile.ptxas_level,
-    )
+        ("STAGES", tile.num_stages),
+        ("SHARED_BYTES", shared),
+        *option_constants(problem, "Wgmma"),
+        *of_narrow,
+        kind=wide, ptxas_level=tile.ptxas_level,
+    )  # fmt: skip
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q
     kv_pairs = problem.batch * problem.num_heads_kv

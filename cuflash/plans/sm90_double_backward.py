@@ -7,23 +7,23 @@ from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
-from .rounding import ceil_div, round_up
+from .rounding import round_up
 from .simt_derivatives import double_backward_kernels, recompute_launch
 from .sm90 import (
     MAX_SEMAPHORE_HEADS,
     MBARRIER_BYTES,
     head_dims,
+    kernel_of,
+    rows_kernel,
     runs_derivatives,
 )
 from .steps import (
-    ROW_THREADS,
     count_tiles,
     delta_buffers,
     heads_per_section,
     last_section,
     option_constants,
     rounding_launch,
-    some_options,
     tangent_constants,
     tile_bytes,
 )
@@ -76,60 +76,29 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     return True  # registers do for all its head dimensions
 
 
-def _rows(problem: Problem, tile: Tile, semaphores: int) -> KernelPlan:
-    """The kernel that prepares row statistics."""
-    lanes = ceil_div(problem.head_dim_v, 8)
-    return KernelPlan(
-        file="prepare/second_rows.cu",
-        entry="double_backward_rows",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", head_dims(problem)[0]),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("DQ_SEMAPHORES", semaphores),
-            ("INTEGER_DQ", False),
-            ("DLSE", problem.dlse),
-            ("NUM_THREADS", ROW_THREADS),
-            ("LANES", 1 << (lanes - 1).bit_length()),
-            *some_options(problem, "Wgmma", "SEGMENTS"),
-        ),
-        threads=ROW_THREADS,
-    )
-
-
 def _main(
     problem: Problem, device: Device, tile: Tile, semaphores: int
 ) -> KernelPlan:
-    d, dv = head_dims(problem)
     q_stages = tile.num_stages + 1
     if _shared_of(problem, tile, q_stages) > device.shared_bytes:
         q_stages = tile.num_stages
     shared = _shared_of(problem, tile, q_stages)
-    return KernelPlan(
-        file="sm90/double_backward.cu",
-        entry="double_backward_sm90",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_WARPS", _QUERY_WARPS),
-            ("SCORE_WARPS_Q", tile.score_warps_q),
-            ("CAUSAL", problem.causal),
-            ("DQ_SEMAPHORES", semaphores),
-            ("INTEGER_DQ", False),
-            ("STAGES", tile.num_stages),
-            ("Q_STAGES", q_stages),
-            ("SHARED_BYTES", shared),
-            *option_constants(problem, "Wgmma"),
-            *tangent_constants(problem),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
+    return kernel_of(
+        problem, tile, head_dims(problem), shared,
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("NUM_WARPS", _QUERY_WARPS),
+        ("SCORE_WARPS_Q", tile.score_warps_q),
+        ("CAUSAL", problem.causal),
+        ("DQ_SEMAPHORES", semaphores),
+        ("INTEGER_DQ", False),
+        ("STAGES", tile.num_stages),
+        ("Q_STAGES", q_stages),
+        ("SHARED_BYTES", shared),
+        *option_constants(problem, "Wgmma"),
+        *tangent_constants(problem),
         ptxas_level=tile.ptxas_level,
-    )
+    )  # fmt: skip
 
 
 def _recompute_launches(
@@ -154,6 +123,11 @@ def _recompute_launches(
 def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = head_dims(problem)
     semaphores = 1 if problem.deterministic else 0
+    rows = rows_kernel(
+        problem, tile, "second_rows", d,
+        ("DQ_SEMAPHORES", semaphores), ("INTEGER_DQ", False),
+        options=("SEGMENTS",),
+    )  # fmt: skip
     q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     q_tiles *= problem.batch * problem.num_heads_q
     tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
@@ -175,7 +149,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         "sm90",
         tile,
         (
-            Launch(_rows(problem, tile, semaphores), q_tiles),
+            Launch(rows, q_tiles),
             Launch(
                 _main(problem, device, tile, semaphores),
                 min(k_tiles, device.num_sms),

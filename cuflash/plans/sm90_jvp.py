@@ -11,7 +11,7 @@ from cuflash.request.problem import Problem
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel, recompute_launch
-from .sm90 import MBARRIER_BYTES, head_dims
+from .sm90 import MBARRIER_BYTES, head_dims, kernel_of
 from .steps import (
     DirectionGroups,
     count_tiles,
@@ -55,28 +55,19 @@ def _fits(problem: Problem, tile: Tile) -> bool:
 def _kernel(
     problem: Problem, tile: Tile, group: DirectionGroups
 ) -> KernelPlan:
-    d, dv = head_dims(problem)
     shared = _shared(problem, replace(tile, directions=group.directions))
-    return KernelPlan(
-        file="sm90/jvp.cu",
-        entry="jvp_sm90",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("CAUSAL", problem.causal),
-            ("NEGATE_SCORES", problem.scale < 0),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("KV_STAGES", tile.num_stages),
-            ("SHARED_BYTES", shared),
-            *option_constants(problem, "Wgmma"),
-            *tangent_constants(problem),
-            *group.constants,
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-    )
+    return kernel_of(
+        problem, tile, head_dims(problem), shared,
+        ("CAUSAL", problem.causal),
+        ("NEGATE_SCORES", problem.scale < 0),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("KV_STAGES", tile.num_stages),
+        ("SHARED_BYTES", shared),
+        *option_constants(problem, "Wgmma"),
+        *tangent_constants(problem),
+        *group.constants,
+    )  # fmt: skip
 
 
 def _groups(problem: Problem, tile: Tile) -> tuple[DirectionGroups, ...]:

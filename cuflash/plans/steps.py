@@ -219,10 +219,6 @@ def is_packed(problem: Problem) -> bool:
     return problem.num_sequences is not None
 
 
-def packed(problem: Problem) -> tuple[str, bool]:
-    return ("PACKED", is_packed(problem))
-
-
 def is_linear(problem: Problem) -> bool:
     """score/score_mod.cuh's LINEAR: scores are QK^T times scale."""
     return options.acts(problem).isdisjoint(("bends", "adds"))
@@ -290,7 +286,7 @@ def delta_launch(
             ("ADDS_TO_DQ", adds_to_dq),
             ("DLSE", problem.dlse),
             arguments(problem, _with_dlse(problem)),
-            packed(problem),
+            ("PACKED", is_packed(problem)),
         ),
         threads=ROW_THREADS,
     )
@@ -512,7 +508,7 @@ def gradients_of_rows(
         constants=(
             ("Element", element(problem)),
             arguments(problem, kind),
-            packed(problem),
+            ("PACKED", is_packed(problem)),
             ("NUM_THREADS", ROW_THREADS),
             ("SHARED_BYTES", shared),
             ("BLOCK_Q", tile.block_q),

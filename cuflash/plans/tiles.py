@@ -106,10 +106,7 @@ def _sm90_backward() -> Iterator[Tile]:
     for q, stages in product((128, 64), (3, 2)):
         yield Tile(q, 128, 12, num_stages=stages, score_warps_q=q // 16,
                    ptxas_level=3)  # fmt: skip
-    # Or three consumers that share the same 64 keys.
-    for stages in (3, 2):
-        yield Tile(64, 64, 16, num_stages=stages, score_warps_q=4,
-                   ptxas_level=3)  # fmt: skip
+    yield from _sm90_double_backward()
 
 
 _Sizes = tuple[int, ...]
