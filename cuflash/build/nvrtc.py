@@ -153,28 +153,19 @@ def _compile(kernel: KernelPlan, arch: str, *more: str) -> tuple[bytes, str]:
         nvrtc.nvrtcGetProgramLog(program, log)
         message = log.rstrip(b"\0").decode(errors="replace")
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(_explain(kernel, arch, text, result, message))
+            raise CompileError(
+                source.explain(
+                    kernel, text, f"for {arch}",
+                    message.strip() or result.name,
+                    r"^(\S+)\((\d+)\): (?:catastrophic )?error",
+                )
+            )  # fmt: skip
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = bytes(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)
         return cubin, message
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def _explain(
-    kernel: KernelPlan, arch: str, text: str, result: Any, log: str
-) -> str:
-    """The compiler's message and the numbered source around the error."""
-    constants = ", ".join(f"{n}={value}" for n, value in kernel.constants)
-    words = [
-        f"{kernel.file} does not compile for {arch} ({constants}):",
-        log.strip() or result.name,
-    ]
-    error = re.search(r"^(\S+)\((\d+)\): (?:catastrophic )?error", log, re.M)
-    if error:
-        words += source.excerpt(text, error[1], int(error[2]))
-    return "\n".join(words)
 
 
 # ---- Caching: one file per cubin, compiled once ----

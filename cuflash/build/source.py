@@ -165,6 +165,19 @@ def lines_by_place(text: str) -> dict[tuple[str, int], str]:
     return lines
 
 
+def explain(kernel: Kernel, text: str, how: str, log: str, error: str) -> str:
+    """A compiler's message and the numbered source around the error.
+
+    error : a pattern of its file and line in the log.
+    """
+    constants = ", ".join(f"{n}={value}" for n, value in kernel.constants)
+    words = [f"{kernel.file} does not compile {how} ({constants}):", log]
+    found = re.search(error, log, re.M)
+    if found:
+        words += excerpt(text, found[1], int(found[2]))
+    return "\n".join(words)
+
+
 def excerpt(text: str, file: str, at: int) -> list[str]:
     """The numbered lines of a built text around an error, for a message."""
     lines = lines_by_place(text)

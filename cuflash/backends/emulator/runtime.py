@@ -180,7 +180,13 @@ def executable(
                     if done.returncode == 0:
                         break
             if done.returncode:
-                raise CompileError(_explain(kernel, command, built, done))
+                raise CompileError(
+                    source.explain(
+                        kernel, built, f"on the CPU with {command[0]}",
+                        _log(done),
+                        r"^(.+?):(\d+):(?:\d+:)? (?:fatal )?error:",
+                    )
+                )  # fmt: skip
             os.replace(program, path)
         finally:
             if not flags:
@@ -267,26 +273,6 @@ def _kept(name: str, build: Callable[[Path], None]) -> Path:
 
 def _log(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip() or f"exit status {done.returncode}"
-
-
-def _explain(
-    kernel: KernelPlan,
-    command: tuple[str, ...],
-    text: str,
-    done: subprocess.CompletedProcess[str],
-) -> str:
-    """The compiler's message and the numbered source around the error."""
-    constants = ", ".join(f"{n}={value}" for n, value in kernel.constants)
-    log = _log(done)
-    words = [
-        f"{kernel.file} does not compile on the CPU with {command[0]}"
-        f" ({constants}):",
-        log,
-    ]
-    fault = re.search(r"^(.+?):(\d+):(?:\d+:)? (?:fatal )?error:", log, re.M)
-    if fault:
-        words += source.excerpt(text, fault[1], int(fault[2]))
-    return "\n".join(words)
 
 
 # ---- Running ----
