@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 from cuflash.backends.base import Runner
 from cuflash.plans import plan
 from cuflash.request.problem import Call
-
-_Results = TypeVar("_Results")
 
 
 class Host:
     """Runs checked calls by NumPy, which has no plans to make."""
 
     def __init__(self, numpy: Runner) -> None:
-        self.forward = _planned(numpy.forward)
-        self.backward = _planned(numpy.backward)
-        self.jvp = _planned(numpy.jvp)
-        self.double_backward = _planned(numpy.double_backward)
+        self._numpy = numpy
         self.merge_states = numpy.merge_states
         self.apply_rotary = numpy.apply_rotary
         self.forward_kvcache = numpy.forward_kvcache
         self.finish = numpy.finish
 
-
-def _planned(run: Callable[[Call], _Results]) -> Callable[[Call], _Results]:
-    """It fails where no GPU has a plan."""
-
-    def planned(call: Call) -> _Results:
+    def forward(self, call: Call) -> tuple[Any, Any]:
+        """Out and lse."""
         plan.check(call.problem)
-        return run(call)
+        return self._numpy.forward(call)
 
-    return planned
+    def backward(self, call: Call) -> tuple[Any, ...]:
+        """dq, dk, dv; those of logits if wanted."""
+        plan.check(call.problem)
+        return self._numpy.backward(call)
+
+    def jvp(self, call: Call) -> tuple[Any, ...]:
+        """Out, lse, out_dot, lse_dot; the last two by direction."""
+        plan.check(call.problem)
+        return self._numpy.jvp(call)
+
+    def double_backward(self, call: Call) -> tuple[Any, ...]:
+        """d2q, d2k, d2v, ddout; of logits and lse if wanted."""
+        plan.check(call.problem)
+        return self._numpy.double_backward(call)
