@@ -30,8 +30,8 @@ TWINS = {"common/ptx.cuh": FOLDER / "ptx_host.h"}
 
 # -fsanitize=thread inserts a call before each memory access; engine.cpp
 # defines these functions. The program is linked without the sanitizer.
-# C++17, in which g++ and clang++ take C++20's designated initialisers: C++20's
-# headers take 0.1 s more of each program. No PIE: addr2line knows the addresses.
+# C++17, in which g++ and clang++ take C++20's designated initialisers, whose
+# headers take 0.1 s more of each program. No PIE, for addr2line.
 _FLAGS = ("-std=c++17", "-fno-pie")
 # No debug information: it would be most of each program, and faults name the
 # kernel's lines alone.
