@@ -15,7 +15,8 @@ import numpy as np
 
 from cuflash.reference import traffic
 
-table = json.loads((files("cuflash") / "tile_tables/sm_90.json").read_text())
+tables = files("cuflash.plans") / "tile_tables"
+table = json.loads((tables / "sm_90.json").read_text())
 entries = [
     entry
     for entry in table["tiles"]
