@@ -58,7 +58,7 @@ cuflash.reference.softmax.no_such_function()
 SAID_OF_TYPED = (
     'Revealed type is "str"',
     'Unexpected keyword argument "no_such_option"',
-    'Argument "no_such_option" to "jvp" has incompatible type',
+    'Unexpected keyword argument "no_such_option" for "jvp"',
     'No overload variant of "forward" matches argument types "list[',
     'has no attribute "no_such_part"',
     'has no attribute "shape"',
