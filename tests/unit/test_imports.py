@@ -28,7 +28,7 @@ LAW = {
     "settings": "errors",
     "request": "errors",
     "expressions": "errors request",
-    "plans": "errors settings folders request",
+    "plans": "errors settings folders request expressions",
     "backends.base": "request plans",
     "launch": "errors settings request plans backends.base",
     "build": "errors settings folders plans launch",
