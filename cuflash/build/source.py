@@ -4,8 +4,8 @@ The text consists of ``common/constants.cuh`` and the kernel's file, in this
 order. The first ``#include "folder/x.cuh"`` of a file of ``kernels/`` is
 replaced by the file; ``#line`` directives keep the original file and line in
 messages. `launch.structs` generates ``common/arguments.cuh``, this module
-``common/plan_constants.cuh``. ``score/expression.cuh`` is the plan's text, if
-it has one, in place of the folder's file. A kernel can include nothing from outside
+``common/plan_constants.cuh``. The plan's text, if it has one, takes the place
+of ``score/expression.cuh``. A kernel can include nothing from outside
 ``kernels/``, so the binary depends on this text alone.
 """
 
@@ -113,11 +113,12 @@ def _splice(
     """The lines of a file with its includes expanded."""
     done.add(file)
     if file in generated:
-        return [f'#line 1 "{file}"', *generated[file].splitlines()]
-    path = twins.get(file, folder / file)
-    if file in twins:
-        file = path.name
-    text = path.read_text(encoding="ascii")
+        text = generated[file]
+    else:
+        path = twins.get(file, folder / file)
+        if file in twins:
+            file = path.name
+        text = path.read_text(encoding="ascii")
     lines = [f'#line 1 "{file}"']
     for plain, number, quote, name in _parts(text):
         lines += plain

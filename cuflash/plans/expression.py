@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cuflash.expressions.text import text
 from cuflash.request.problem import Problem
 
 from .kernel import KernelPlan, Plan
 
+_INCLUDES = """\
+#include "score/mod_arrays.cuh"
+#include "score/visibility.cuh"
 
-def has_score_mod(problem: Problem) -> bool:
-    return getattr(problem, "score_mod", None) is not None
-
-
-def has_mask_mod(problem: Problem) -> bool:
-    return getattr(problem, "mask_mod", None) is not None
+"""
 
 
 def has_expression(problem: Problem) -> bool:
-    return has_score_mod(problem) or has_mask_mod(problem)
-
-
-def constants(problem: Problem) -> tuple[tuple[str, bool], ...]:
-    """The constants of score/expression.cuh."""
-    return (
-        ("SCORE_MOD", has_score_mod(problem)),
-        ("MASK_MOD", has_mask_mod(problem)),
-        ("DMOD", bool(getattr(problem, "return_dmod", ()))),
-        ("FLAGS_OF_GROUPS", problem.direction.endswith("backward")),
-    )
+    """Whether a call has a function of the user's."""
+    return not (problem.score_mod is problem.mask_mod is None)
 
 
 def with_text(plan: Plan) -> Plan:
@@ -46,16 +36,13 @@ def with_text(plan: Plan) -> Plan:
 
 
 def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
-    from cuflash.expressions.text import text
-
-    flags = dict(kernel.constants)
-    score, mask = flags.get("SCORE_MOD"), flags.get("MASK_MOD")
-    if not (score or mask):
+    has = {name for name, value in kernel.constants if value is True}
+    if has.isdisjoint(("SCORE_MOD", "MASK_MOD")):
         return kernel
-    written = text(
-        problem.score_mod if score else None,
-        problem.mask_mod if mask else None,
+    own = text(
+        problem.score_mod if "SCORE_MOD" in has else None,
+        problem.mask_mod if "MASK_MOD" in has else None,
         problem.mod_arrays,
-        problem.return_dmod if flags.get("DMOD") else (),
+        problem.return_dmod if "DMOD" in has else (),
     )
-    return replace(kernel, expression=written)
+    return replace(kernel, expression=_INCLUDES + own)

@@ -199,7 +199,7 @@ def option_constants(
     return (
         arguments(problem, kind),
         *options.flags(problem),
-        *expression.constants(problem),
+        ("FLAGS_OF_GROUPS", problem.direction.endswith("backward")),
         ("Bias", bias),
     )
 
@@ -225,8 +225,7 @@ def is_packed(problem: Problem) -> bool:
 
 def is_linear(problem: Problem) -> bool:
     """score/score_mod.cuh's LINEAR: scores are QK^T times scale."""
-    bends = not options.acts(problem).isdisjoint(("bends", "adds"))
-    return not (bends or expression.has_score_mod(problem))
+    return options.acts(problem).isdisjoint(("bends", "adds"))
 
 
 def window_of(problem: Problem) -> float:
@@ -367,8 +366,7 @@ _REST_TILE, _REST_COLUMNS = Tile(64, 64, ROW_THREADS // 32), 32
 
 def has_lse_rests(problem: Problem) -> bool:
     """Whether scores may share an offset: score/lse_rest.cuh."""
-    adds = "adds" in options.acts(problem)
-    return adds or expression.has_score_mod(problem)
+    return "adds" in options.acts(problem)
 
 
 def lse_rest_launches(problem: Problem, kind: str = "") -> tuple[Launch, ...]:
@@ -520,7 +518,7 @@ def gradients_of_rows(
             ("BLOCK_Q", tile.block_q),
             ("ALIBI", flags["ALIBI"]),
             ("BIAS", flags["BIAS"]),
-            ("SCORE_MOD", expression.has_score_mod(problem)),
+            ("SCORE_MOD", flags["SCORE_MOD"]),
             ("IN_TILES", bool(kind)),
             ("SEGMENTS", flags["SEGMENTS"]),
             ("INTEGER_DQ", integers),

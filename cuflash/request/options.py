@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.errors import UnsupportedError
-from cuflash.request import checks, fields, layouts
+from cuflash.request import checks, fields, layouts, traced
 from cuflash.request import softcap as softcaps
 from cuflash.request.problem import Layout, Problem, Signature
 
@@ -100,6 +100,9 @@ class Option:
         Whether the array has tangents and a gradient.
     with_caches : bool
         Whether `cuflash.forward_kvcache` has it too.
+    traced : bool
+        Whether it is a function of the user's or belongs to one: only
+        `cuflash.forward` and `cuflash.backward` have it so far.
     hint : str
         The type of the argument, for signatures; an array option's is that
         of the call's arrays.
@@ -121,6 +124,7 @@ class Option:
     of_gradients: bool = False
     moves: bool = False
     with_caches: bool = False
+    traced: bool = False
     hint: str = ""
 
     def is_in(self, problem: Problem) -> bool:
@@ -290,6 +294,23 @@ TABLE = (
         hint="int | None",
     ),
     Option(
+        "score_mod",
+        part_of="score_mod",
+        acts="adds",
+        flag="SCORE_MOD",
+        traced=True,
+        hint="Callable[..., Any] | None",
+    ),
+    Option(
+        "mask_mod",
+        part_of="mask_mod",
+        acts="tiles",
+        flag="MASK_MOD",
+        traced=True,
+        hint="Callable[..., Any] | None",
+    ),
+    Option("mod_arrays", traced=True, hint="Mapping[str, Any] | None"),
+    Option(
         "return_dbias",
         check=checks.flag,
         default=False,
@@ -309,6 +330,15 @@ TABLE = (
         of_gradients=True,
         hint="bool",
     ),
+    Option(
+        "return_dmod",
+        default=(),
+        nothing=(),
+        flag="DMOD",
+        of_gradients=True,
+        traced=True,
+        hint="tuple[str, ...]",
+    ),
 )
 
 BY_NAME = {option.name: option for option in TABLE}
@@ -327,10 +357,11 @@ INDICES = frozenset(
 DIFFERENTIABLE = tuple(x.name for x in TABLE if x.moves)
 MOVED = ("q", "k", "v", *DIFFERENTIABLE)
 
-# The options of calls: of `forward` and what it gives `jvp` and others, of
-# `backward`, of `forward_kvcache`.
+# The options of calls: of `forward`, of `backward`, of `jvp` and others, of
+# `forward_kvcache`.
 FORWARD = tuple(x.name for x in TABLE if not x.of_gradients)
 BACKWARD = tuple(BY_NAME)
+UNTRACED = tuple(x for x in FORWARD if not BY_NAME[x].traced)
 KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
 
 
@@ -355,6 +386,9 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             others[name] = value
     if len(arrays) > 1:
         arrays = {x: arrays[x] for x in ARRAYS if x in arrays}
+    if "mod_arrays" in others:
+        others["mod_arrays"], read = traced.parted(others["mod_arrays"])
+        arrays |= read
     return others, arrays
 
 
