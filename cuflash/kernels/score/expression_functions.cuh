@@ -6,8 +6,7 @@
 // interval holds the rounded values too. What an end cannot bound is unknown.
 #pragma once
 #include "common/elements.cuh"
-
-enum class Visibility { NONE, PARTLY, ALL };
+#include "score/visibility.cuh"
 
 namespace ex {
 
