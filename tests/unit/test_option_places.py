@@ -79,7 +79,7 @@ PLACES = {
         "pointers of its own", "cu_seqlens_q mod_arrays seed",
     ),
     "launch/kvcache": ("packed queries", "cu_seqlens_q"),
-    "launch/parts": ("a seed that changes, arrays", "mod_arrays seed"),
+    "launch/parts": ("a seed that changes", "seed"),
     "launch/recipe": (
         "what changes from call to call", "dropout mod_arrays seed",
     ),
