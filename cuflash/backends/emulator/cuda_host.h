@@ -53,7 +53,28 @@ float fmaf(float, float, float), expf(float), exp2f(float), logf(float), tanhf(f
 float sqrtf(float), rintf(float);
 double fabs(double), fmax(double, double), fma(double, double, double);
 double exp(double), log(double), tanh(double);
+// Of a user's functions (score/expression_functions.cuh).
+float floorf(float), ceilf(float), truncf(float), sinf(float), cosf(float), expm1f(float);
+float log1pf(float), log2f(float), log10f(float), powf(float, float), fmodf(float, float);
+double floor(double), ceil(double), trunc(double), rint(double), sqrt(double), sin(double);
+double cos(double), expm1(double), exp2(double), log1p(double), log2(double), log10(double);
+double pow(double, double), fmod(double, double), copysign(double, double);
 }
+inline float floor(float x) { return floorf(x); }
+inline float ceil(float x) { return ceilf(x); }
+inline float trunc(float x) { return truncf(x); }
+inline float rint(float x) { return rintf(x); }
+inline float sqrt(float x) { return sqrtf(x); }
+inline float sin(float x) { return sinf(x); }
+inline float cos(float x) { return cosf(x); }
+inline float expm1(float x) { return expm1f(x); }
+inline float exp2(float x) { return exp2f(x); }
+inline float log1p(float x) { return log1pf(x); }
+inline float log2(float x) { return log2f(x); }
+inline float log10(float x) { return log10f(x); }
+inline float pow(float x, float y) { return powf(x, y); }
+inline float fmod(float x, float y) { return fmodf(x, y); }
+inline float copysign(float x, float y) { return copysignf(x, y); }
 inline float fabs(float x) { return fabsf(x); }
 inline float fmax(float a, float b) { return fmaxf(a, b); }
 inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
@@ -85,6 +106,11 @@ inline int __float_as_int(float x) {
     int bits;
     __builtin_memcpy(&bits, &x, 4);
     return bits;
+}
+inline double __longlong_as_double(long long bits) {
+    double x;
+    __builtin_memcpy(&x, &bits, 8);
+    return x;
 }
 inline unsigned __float_as_uint(float x) { return static_cast<unsigned>(__float_as_int(x)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
