@@ -300,11 +300,12 @@ def delta_launch(
 def option_launches(
     problem: Problem, tile: Tile, kind: str = ""
 ) -> tuple[Launch, ...]:
-    """Launches that prepare segment ranges or packed sequences.
+    """Launches that prepare tile flags, segment ranges, packed sequences.
 
     These kernels depend on no other option, so they serve calls with any
     others.
     """
+    mask_flags = _tile_flag_launches(problem, tile, kind)
     flags = some_options(problem, kind, "SEGMENTS")
     constants = (("NUM_THREADS", ROW_THREADS), *flags)
     if problem.segment_ids:  # one warp per tile
@@ -316,7 +317,8 @@ def option_launches(
             threads=ROW_THREADS,
         )
         warps = sum(_tiles_of_segments(problem, tile))
-        return (Launch(kernel, ceil_div(warps * 32, ROW_THREADS)),)
+        ranges = Launch(kernel, ceil_div(warps * 32, ROW_THREADS))
+        return *mask_flags, ranges
     if is_packed(problem):
         kernel = KernelPlan(
             file="prepare/packed_sequences.cu",
@@ -326,7 +328,44 @@ def option_launches(
             shared_bytes=16 * ROW_THREADS,
         )
         return (Launch(kernel, 1),)
-    return ()
+    return mask_flags
+
+
+def count_tile_flags(problem: Problem, tile: Tile) -> int:
+    """The flags of score/expression_flags.cuh; 0 without any."""
+    mask = problem.mask_mod
+    if mask is None or is_packed(problem):
+        return 0
+    of_groups = problem.direction.endswith("backward")
+    heads = problem.num_heads_kv if of_groups else problem.num_heads_q
+    count = (heads if "h" in mask.depends else 1) * (
+        problem.batch if "b" in mask.depends else 1
+    )
+    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    return count * q_tiles * ceil_div(problem.seqlen_k, tile.block_k)
+
+
+def _tile_flag_launches(
+    problem: Problem, tile: Tile, kind: str
+) -> tuple[Launch, ...]:
+    """Finds which tiles the user's mask hides, or leaves whole."""
+    count = count_tile_flags(problem, tile)
+    if count == 0:
+        return ()
+    kernel = KernelPlan(
+        file="prepare/tile_flags.cu",
+        entry="tile_flags",
+        constants=(
+            ("Element", element(problem)),
+            ("CAUSAL", problem.causal),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_THREADS", ROW_THREADS),
+            *some_options(problem, kind, "WINDOW", "MASK_MOD"),
+        ),
+        threads=ROW_THREADS,
+    )
+    return (Launch(kernel, ceil_div(count * 32, ROW_THREADS)),)
 
 
 def skips_tiles(problem: Problem) -> bool:
@@ -344,10 +383,12 @@ def order_launches(
     if not skips_tiles(problem):
         return ()
     shared = ORDER_BYTES * ORDER_THREADS
+    of_element = (("Element", element(problem)),) if problem.mask_mod else ()
     kernel = KernelPlan(
         file="prepare/segment_order.cu",
         entry="segment_order",
         constants=(
+            *of_element,
             ("CAUSAL", problem.causal),
             ("OF_KEYS", problem.direction == "backward"),
             ("BLOCK_Q", tile.block_q),
@@ -419,13 +460,16 @@ def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
     """What `option_launches` write for any family."""
     if is_packed(problem):
         return (Buffer("sequence_stats", 12, 1),)
+    count = count_tile_flags(problem, tile)
+    flags = (Buffer("tile_flags", 1, count),) if count else ()
     if problem.segment_ids:
         q_tiles, k_tiles = _tiles_of_segments(problem, tile)
         return (
             Buffer("query_tile_ids", 8, q_tiles),
             Buffer("key_tile_ids", 8, k_tiles),
+            *flags,
         )
-    return ()
+    return flags
 
 
 def delta_buffers(problem: Problem) -> tuple[Buffer, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import numbers
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ from cuflash.errors import (
 from cuflash.expressions import trace
 from cuflash.expressions.nodes import Kind
 from cuflash.expressions.text import DTYPES, MOST_AXES
+from cuflash.request import layouts
+from cuflash.request.problem import Layout
 
 # Of arrays, and of numbers, which kernels' arguments have room for.
 MOST = 8
@@ -35,6 +37,9 @@ _MARK = "mod_arrays["
 def named(name: str) -> str:
     """What errors call an array of `mod_arrays`."""
     return f"mod_arrays[{name!r}]"
+
+
+_NO_BITS = (0,) * MOST
 
 
 def slot(index: int) -> str:
@@ -179,15 +184,18 @@ def _given(
                 f"{name} has {len(shape)} axes, expected at most {MOST_AXES}:"
                 " flatten some, and compute the index"
             )
+        if not shape:
+            raise UnsupportedError(
+                f"{name} has no axes: pass a number, x.item(), or x.reshape(1)"
+            )
         if any(x >= 2**31 for x in shape):
             raise UnsupportedError(
                 f"{name} has shape {shape}, expected axes below 2**31"
             )
-        unit = [i for i, x in enumerate(strides) if x == known.itemsize]
+        # The last axis alone: it is one in a copy, too.
+        unit = (len(shape) - 1,) if strides[-1:] == (known.itemsize,) else ()
         inner = name[len(_MARK) + 1 : -2]
-        kinds.append(
-            (inner, trace.ArrayKind(known.name, len(shape), tuple(unit[-1:])))
-        )
+        kinds.append((inner, trace.ArrayKind(known.name, len(shape), unit)))
     return trace.Given(tuple(kinds), values)
 
 
@@ -224,8 +232,38 @@ def _as_numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
 
 
+def array_numbers(
+    kinds: Sequence[trace.ArrayKind], taken: Mapping[str, Layout]
+) -> dict[str, Any]:
+    """The fields of `ExpressionNumbers`: sizes and strides of the arrays.
+
+    Parameters
+    ----------
+    kinds : sequence of ArrayKind
+        `Problem.mod_arrays`.
+    taken : mapping of str to Layout
+        The arrays as kernels read them.
+    """
+    sizes = np.ones((MOST, MOST_AXES), np.int64)
+    strides = np.zeros((2, MOST, MOST_AXES), np.int64)
+    for i, kind in enumerate(kinds):
+        layout, axes = taken[slot(i)], slice(kind.ndim)
+        sizes[i, axes] = layout.shape
+        strides[0, i, axes] = layouts.element_strides(layout)
+        strides[1, i, axes] = layouts.element_strides(
+            layouts.new(layout.shape or (1,), layout.dtype)
+        )[axes]
+    return {
+        "sizes": sizes.ravel(),
+        "strides": strides[0].ravel(),
+        "dmod_strides": strides[1].ravel(),
+    }
+
+
 def bits(values: tuple[Any, ...]) -> tuple[int, ...]:
     """Numbers as the kernels' arguments hold them: 64 bits each."""
+    if not values:
+        return _NO_BITS
     found = [
         int.from_bytes(struct.pack("<d", x), "little")
         if isinstance(x, float) else int(x) % 2**64
