@@ -303,7 +303,7 @@ def option_launches(
     """Launches that prepare tile flags, segment ranges, packed sequences.
 
     These kernels depend on no other option, so they serve calls with any
-    others. Only the order of tiles depends on the window too.
+    others.
     """
     mask_flags = _tile_flag_launches(problem, tile, kind)
     flags = some_options(problem, kind, "SEGMENTS")
@@ -318,9 +318,7 @@ def option_launches(
         )
         warps = sum(_tiles_of_segments(problem, tile))
         ranges = Launch(kernel, ceil_div(warps * 32, ROW_THREADS))
-        if not kind:
-            return (*mask_flags, ranges)
-        return *mask_flags, ranges, _order_launch(problem, tile, kind)
+        return *mask_flags, ranges
     if is_packed(problem):
         kernel = KernelPlan(
             file="prepare/packed_sequences.cu",
@@ -370,25 +368,39 @@ def _tile_flag_launches(
     return (Launch(kernel, ceil_div(count * 32, ROW_THREADS)),)
 
 
-def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
-    """Computes the order in which the dynamic scheduler hands out tiles."""
+def skips_tiles(problem: Problem) -> bool:
+    """score/pair_mask.cuh's SKIPS_TILES."""
+    return problem.segment_ids or problem.mask_mod is not None
+
+
+def order_launches(
+    problem: Problem, tile: Tile, kind: str
+) -> tuple[Launch, ...]:
+    """The order in which blocks take tiles, where tiles are skipped.
+
+    After `option_launches`. It depends on the window too.
+    """
+    if not skips_tiles(problem):
+        return ()
     shared = ORDER_BYTES * ORDER_THREADS
+    of_element = (("Element", element(problem)),) if problem.mask_mod else ()
     kernel = KernelPlan(
         file="prepare/segment_order.cu",
         entry="segment_order",
         constants=(
+            *of_element,
             ("CAUSAL", problem.causal),
             ("OF_KEYS", problem.direction == "backward"),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
             ("NUM_THREADS", ORDER_THREADS),
             ("SHARED_BYTES", shared),
-            *some_options(problem, kind, "WINDOW", "SEGMENTS"),
+            *some_options(problem, kind, "WINDOW", "SEGMENTS", "MASK_MOD"),
         ),
         threads=ORDER_THREADS,
         shared_bytes=shared,
     )
-    return Launch(kernel, 1)
+    return (Launch(kernel, 1),)
 
 
 def _tiles_of_segments(problem: Problem, tile: Tile) -> tuple[int, int]:
