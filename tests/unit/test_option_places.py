@@ -22,7 +22,7 @@ PLACES = {
         "from functions to graphs",
         "score_mod mask_mod mod_arrays return_dmod",
     ),
-    "expressions": ("what they may do", "score_mod mask_mod mod_arrays"),
+    "expressions": ("the two roles", "score_mod mask_mod mask"),
     "request/checks": ("one check each", "window softcap dropout seed"),
     "request/fields": (
         "of structs", "window softcap dropout max_seqlen_q max_seqlen_k",
@@ -79,7 +79,7 @@ PLACES = {
         "pointers of its own", "cu_seqlens_q mod_arrays seed",
     ),
     "launch/kvcache": ("packed queries", "cu_seqlens_q"),
-    "launch/parts": ("a seed that changes, arrays", "mod_arrays seed"),
+    "launch/parts": ("a seed that changes", "seed"),
     "launch/recipe": (
         "what changes from call to call", "dropout mod_arrays seed",
     ),
