@@ -25,14 +25,16 @@ They come from dual numbers: `Dual` is a value and its slopes with respect to
 the score and to what each index expression (a `Gather`) reads, and every
 operation of f multiplies the slopes by its own derivative,
 
-.. math:: dy = \sum_n \frac{\partial y}{\partial x_n} dx_n.
+.. math:: dy = \sum_n \frac{\partial y}{\partial x_n} dx_n,
+
+where a derivative of 0 stays 0, whatever it multiplies.
 
 ``where``, ``minimum`` and ``maximum`` have the derivative of the branch that
 they take, the first argument's if both are equal; that of ``abs`` is 0 at 0.
 
 An index from -n to -1 counts from the end of an axis of length n. Any other
 index outside the axis reads 0, or False. ``//`` and ``%`` round down; of
-integers both are 0 if the divisor is.
+integers both are 0 if the divisor is. A shift is by 0 to 62 bits.
 
 Example
 -------
@@ -232,8 +234,10 @@ def add_gradients(
             terms = np.broadcast_to(slope * ds, ds.shape)
         reads = gather.inside if visible is None else gather.inside & visible
         reads = np.broadcast_to(reads, ds.shape)
-        index = (np.broadcast_to(x, ds.shape)[reads] for x in gather.index)
-        np.add.at(totals[gather.name], tuple(index), terms[reads])
+        index = [np.broadcast_to(x, ds.shape)[reads] for x in gather.index]
+        total = totals[gather.name][None]  # an array may have no axis
+        zero = np.zeros(terms[reads].shape, np.int64)
+        np.add.at(total, (zero, *index), terms[reads])
 
 
 def _arguments(
@@ -244,12 +248,17 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the named arguments that a function has."""
     given: dict[str, Any] = {
-        name: Array(name, x, name in gradients) if np.ndim(x) else Dual(x)
+        name: Dual(x)
+        if isinstance(x, (bool, int, float, np.generic))
+        else Array(name, x, name in gradients)
         for name, x in arrays.items()
     }
-    given |= {"seqlen_q": place.seqlen_q, "seqlen_k": place.seqlen_k}
     parameters = inspect.signature(function).parameters
-    return {name: x for name, x in given.items() if name in parameters}
+    takes_all = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
+    lengths = {"seqlen_q": place.seqlen_q, "seqlen_k": place.seqlen_k}
+    own = given if takes_all else {}
+    given |= lengths
+    return own | {name: x for name, x in given.items() if name in parameters}
 
 
 # Arrays ---------------------------------------------------------------------
@@ -282,34 +291,29 @@ class Array:
     name : str
     values : array_like
     needs_gradient : bool
-    index : tuple of ndarray of int
-        Those of the first axes, as far as they are known: ``table[b][h]``.
+
+    Attributes
+    ----------
+    shape : tuple of int
     """
 
     def __init__(
-        self,
-        name: str,
-        values: np.ndarray,
-        needs_gradient: bool,
-        index: tuple[np.ndarray, ...] = (),
+        self, name: str, values: np.ndarray, needs_gradient: bool
     ) -> None:
         self.name, self.values = name, _wide(values)
-        self.needs_gradient, self.index = needs_gradient, index
+        self.needs_gradient, self.shape = needs_gradient, self.values.shape
 
-    def __getitem__(self, index: Any) -> Array | Dual:
-        """Return what is read; an Array until all axes have an index."""
+    def __getitem__(self, index: Any) -> Dual:
+        """Return what indices, one an axis, read."""
         several = index if isinstance(index, tuple) else (index,)
-        own = (*self.index, *(_dual(x).value for x in several))
+        own, shape = [_dual(x).value for x in several], self.shape
         for x in own:
-            if x.dtype.kind not in "iu":
+            if x.dtype.kind not in "biu":
                 raise IndexError(f"an index of {self.name} is {x.dtype}")
-        if len(own) > self.values.ndim:
+        if len(own) != len(shape):
             raise IndexError(
-                f"{self.name} has {self.values.ndim} axes, not {len(own)}"
+                f"{self.name} has {len(shape)} axes, not {len(own)}"
             )
-        if len(own) < self.values.ndim:
-            return Array(self.name, self.values, self.needs_gradient, own)
-        shape = self.values.shape
         inside = np.array(True)
         for x, n in zip(own, shape, strict=True):
             inside = inside & (-n <= x) & (x < n)
@@ -357,12 +361,16 @@ class Dual(NDArrayOperatorsMixin):
         self.slopes = {} if slopes is None else slopes
 
     def astype(self, dtype: Any) -> Dual:
-        """Return bools, integers (of a real, towards 0) or reals."""
+        """Return bools, integers or reals.
+
+        An integer of a real is rounded towards 0; 0 if 64 bits do not hold it.
+        """
         kind = np.dtype(dtype).kind
         if kind == "b":
             return Dual(self.value != 0)
         if kind in "iu":
-            return Dual(np.trunc(self.value).astype(np.int64))
+            held = np.abs(self.value) < 2.0**63  # False for NaN
+            return Dual(np.where(held, self.value, 0).astype(np.int64))
         return Dual(self.value.astype(np.float64), self.slopes)
 
     def __bool__(self) -> bool:
@@ -398,13 +406,15 @@ def _dual(x: Any) -> Dual:
 
 def _apply(ufunc: np.ufunc, *inputs: Dual) -> Dual:
     r"""Return :math:`y`, and :math:`dy = \sum_n (\partial y / x_n) dx_n`."""
-    if ufunc in _BRANCHES:
-        taken = _where(_apply(_BRANCHES[ufunc], *inputs), *inputs)
-        return Dual(ufunc(*(x.value for x in inputs)), taken.slopes)
+    if ufunc in (np.left_shift, np.right_shift):
+        inputs = inputs[0], _clip(inputs[1], 0, 62)
     values = [x.value for x in inputs]
     if all(x.dtype == bool for x in values) and ufunc not in _OF_BOOLS:
         values = [x.astype(np.int64) for x in values]
     y = ufunc(*values)
+    if ufunc in _BRANCHES:
+        is_first = _apply(_BRANCHES[ufunc], *inputs)
+        return Dual(y, _where(is_first, *inputs).slopes)
     if ufunc in _FLAT or not any(x.slopes for x in inputs):
         return Dual(y)
     if ufunc not in _SLOPES:
@@ -413,7 +423,8 @@ def _apply(ufunc: np.ufunc, *inputs: Dual) -> Dual:
     slopes: dict[Any, np.ndarray] = {}
     for x, factor in zip(inputs, factors, strict=True):
         for seed, slope in x.slopes.items():
-            slopes[seed] = slopes.get(seed, 0.0) + factor * slope
+            term = np.where(np.equal(factor, 0), 0.0, factor * slope)
+            slopes[seed] = slopes.get(seed, 0.0) + term
     return Dual(y, slopes)
 
 

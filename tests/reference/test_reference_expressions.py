@@ -257,6 +257,32 @@ def test_slope_is_that_of_the_branch(name):
     assert_arrays_equal(got, np.array(slopes, np.float64), "slope")
 
 
+def test_a_slope_of_0_stays_0():
+    x = Dual([0.0, 4.0], {SCORE: np.ones(())})
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope = (x * np.sqrt(x)).slopes[SCORE]  # not 0 * inf
+    assert_arrays_equal(slope, [0.0, 3.0], "slope")
+
+
+def test_an_array_without_axes_has_a_gradient():
+    q, k, v, dout = inputs()
+
+    def scaled(score, b, h, i, j, **arrays):
+        return arrays["t"][()] * score
+
+    arrays = {"t": np.array(0.5)}
+    *_, dmod = attention_vjp(
+        *(dout, q, k, v),
+        score_mod=scaled, mod_arrays=arrays, return_dmod=("t",), **HEADS,
+    )  # fmt: skip
+    ahead, behind = (
+        (dout * attention(q, k, v, scale=0.25 + h, **HEADS)[0]).sum()
+        for h in (5e-6, -5e-6)
+    )
+    want = (ahead - behind) / 2e-5
+    assert_allclose(dmod["t"], np.array(want), "dt", atol=1e-8)
+
+
 def test_nan_is_no_branch():
     x = Dual([np.nan, 1.0])
     assert_arrays_equal(np.minimum(x, 2).value, [np.nan, 1.0], "minimum")
@@ -287,12 +313,12 @@ def test_an_index_outside_has_no_gradient():
     )
 
 
-def test_axes_may_be_indexed_one_by_one():
-    a = Array("a", np.arange(6).reshape(2, 3), False)
-    i = Dual(np.arange(2))
-    assert_arrays_equal(a[i][i + 1].value, a[i, i + 1].value, "read")
-    with pytest.raises(IndexError, match="a has 2 axes, not 3"):
-        a[i, i, i]
+def test_each_axis_has_an_index():
+    a, i = Array("a", np.arange(6).reshape(2, 3), False), Dual(np.arange(2))
+    assert_arrays_equal(a[i, i + 1].value, [1, 5], "read")
+    assert a.shape == (2, 3)
+    with pytest.raises(IndexError, match="a has 2 axes, not 1"):
+        a[i]
     with pytest.raises(IndexError, match="an index of a is float64"):
         a[i / 2]
 
@@ -302,7 +328,9 @@ def test_integers_round_down_and_divide_by_zero():
     with np.errstate(divide="ignore"):
         assert_arrays_equal((x // y).value, [3, -4, -4, 3, 0], "//")
         assert_arrays_equal((x % y).value, [1, 1, -1, -1, 0], "%")
-    assert_arrays_equal(Dual([-1.5, 1.5]).astype(int).value, [-1, 1], "int")
+    x = Dual([-1.5, 1.5, np.nan, 1e300])
+    assert_arrays_equal(x.astype(int).value, [-1, 1, 0, 0], "int")
+    assert_arrays_equal((1 << Dual([-1, 2, 99])).value, [1, 4, 1 << 62], "<<")
 
 
 def test_float16_arrays_are_read_exactly():
