@@ -11,6 +11,7 @@ __all__ = [
     "CompileError",
     "CuflashError",
     "DTypeError",
+    "ExpressionError",
     "GroupError",
     "KernelFault",
     "ShapeError",
@@ -37,6 +38,10 @@ class DTypeError(CuflashError, TypeError):
 
 class UnsupportedError(CuflashError, NotImplementedError):
     """A valid request that this version or this machine cannot run."""
+
+
+class ExpressionError(CuflashError, TypeError):
+    """A `score_mod` or `mask_mod` cannot be recorded; names its line."""
 
 
 class CompileError(CuflashError, RuntimeError):

@@ -167,6 +167,21 @@ def forward(
         An upper bound on the sequence lengths; a longer sequence makes the
         offsets invalid. It determines the tile sizes, so pass it if one
         sequence is much longer than the mean.
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q_idx, kv_idx, *, ...)`` returns the score
+        that takes the place of `score`, which is ``scale * q.k`` after
+        softcap, ALiBi and bias. It is called once, with symbols, and becomes
+        part of the kernels (``docs/guide/expressions.md``). Its keyword
+        arguments are names of `mod_arrays`; `seqlen_q` and `seqlen_k` are
+        known too. With packed sequences b is the sequence, and indices count
+        within it.
+    mask_mod : callable, optional
+        ``mask_mod(b, h, q_idx, kv_idx, *, ...)`` returns whether the pair is
+        visible; all other masks hold too. Tiles that it hides are skipped.
+    mod_arrays : dict, optional
+        Arrays (bool, integers or floating-point numbers, up to 4 axes, any
+        strides) and numbers that the two functions read, by name. An index
+        from -n to -1 counts from the end; outside the array there is 0.
 
     Returns
     -------
@@ -299,6 +314,7 @@ def backward(
     *,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dmod: tuple[str, ...] = (),
     **options: Unpack[BackwardOptions],
 ) -> tuple[Any, ...]: ...
 
@@ -350,6 +366,8 @@ def backward(
         Each receives the gradient of that name. It has the shape and dtype
         given below, is on the device of the inputs and shares no memory with
         them or with another of the three. Any strides.
+    return_dmod : tuple of str, optional
+        The arrays of `mod_arrays` whose gradients are wanted.
     return_dbias, return_dsink : bool, optional
         Whether to return the gradients of `bias` and `sink` too. A GPU sums
         the gradient of a broadcast bias in no fixed order, so `return_dbias`
@@ -367,7 +385,10 @@ def backward(
         Only with `return_dbias`, after `dv`. With the shape and dtype of
         `bias`: summed over its broadcast axes.
     dsink : array
-        Only with `return_dsink`, last. With the shape and dtype of `sink`.
+        Only with `return_dsink`, next. With the shape and dtype of `sink`.
+    dmod : dict of arrays
+        Only with `return_dmod`, last: the gradient of each array by its name,
+        with the array's shape and dtype.
 
     Raises
     ------
@@ -423,11 +444,22 @@ def backward(
         precision=precision,
     )
     check_offsets(call)
+    wanted = sorted({*asked.get("return_dmod", ())})
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     runner.finish()
     return (
         strip(new_dq, call.rank) if dq is None else dq,
         strip(new_dk, call.rank) if dk is None else dk,
         strip(new_dv, call.rank) if dv is None else dv,
-        *others,
+        *others[: len(others) - len(wanted)],
+        *_by_name(wanted, others),
     )
+
+
+def _by_name(
+    wanted: list[str], others: list[Any]
+) -> tuple[dict[str, Any], ...]:
+    """The gradients of `mod_arrays`, the last of all, as one dict."""
+    if not wanted:
+        return ()
+    return (dict(zip(wanted, others[-len(wanted) :], strict=True)),)

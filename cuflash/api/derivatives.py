@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from cuflash.api import foreign_names
 from cuflash.api.arrays import check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
-from cuflash.request.options import FORWARD
+from cuflash.request.options import UNTRACED
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import derivatives as validate_derivatives
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["double_backward", "jvp"]
 
 
-@foreign_names.our_names("cuflash.jvp", FORWARD)
+@foreign_names.our_names("cuflash.jvp", UNTRACED)
 def jvp(
     q: Any,
     k: Any,
@@ -139,7 +139,7 @@ def jvp(
     return out, strip_lse(lse, call.rank), out_dot, of_lse
 
 
-@foreign_names.our_names("cuflash.double_backward", FORWARD)
+@foreign_names.our_names("cuflash.double_backward", UNTRACED)
 def double_backward(
     ddq: Any,
     ddk: Any,

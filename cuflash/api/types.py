@@ -7,6 +7,7 @@ calls' signatures.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -76,6 +77,13 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         max_seqlen_q: int | None
         max_seqlen_k: int | None
 
+    class Traced(TypedDict, total=False):
+        """The rows of the option table that only `forward` has."""
+
+        score_mod: Callable[..., Any] | None
+        mask_mod: Callable[..., Any] | None
+        mod_arrays: Mapping[str, Any] | None
+
     class Options(OptionsOf[Array, int], total=False):
         """The rows of the option table, with the arrays of `forward`."""
 
@@ -97,12 +105,12 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
 
         num_splits: int | None
 
-    class ForwardOptions(VjpOptions, total=False):
+    class ForwardOptions(VjpOptions, Traced, total=False):
         """The keywords of `forward`, but for return_lse."""
 
         out: Array | None
 
-    class BackwardOptions(Options, Tiled, total=False):
+    class BackwardOptions(Options, Tiled, Traced, total=False):
         """The keywords of `backward`, but for those that return more."""
 
         deterministic: bool

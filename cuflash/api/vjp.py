@@ -17,7 +17,7 @@ from typing import (
 from cuflash.api import foreign_names
 from cuflash.api.attention import backward, forward
 from cuflash.api.foreign_names import split_options
-from cuflash.request.options import BY_NAME, FORWARD
+from cuflash.request.options import BY_NAME, UNTRACED
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -179,7 +179,7 @@ def vjp(
 ) -> tuple[Any, ...]: ...
 
 
-@foreign_names.our_names("cuflash.vjp", FORWARD)
+@foreign_names.our_names("cuflash.vjp", UNTRACED)
 def vjp(
     q: Any,
     k: Any,

@@ -4,7 +4,8 @@ The text consists of ``common/constants.cuh`` and the kernel's file, in this
 order. The first ``#include "folder/x.cuh"`` of a file of ``kernels/`` is
 replaced by the file; ``#line`` directives keep the original file and line in
 messages. `launch.structs` generates ``common/arguments.cuh``, this module
-``common/plan_constants.cuh``. A kernel can include nothing from outside
+``common/plan_constants.cuh``. The plan's text, if it has one, takes the place
+of ``score/expression.cuh``. A kernel can include nothing from outside
 ``kernels/``, so the binary depends on this text alone.
 """
 
@@ -21,8 +22,11 @@ from cuflash.launch import structs as abi
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 
-# Generated files; none of them exists in the folder.
+# Generated for every kernel; none of them exists in the folder.
 GENERATED = ("common/arguments.cuh", "common/plan_constants.cuh")
+
+# A user's own functions; the folder's file is for calls without any.
+EXPRESSION = "score/expression.cuh"
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*(["<])([^">]*)[">]')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
@@ -36,6 +40,9 @@ class Kernel(Protocol):
 
     @property
     def constants(self) -> tuple[tuple[str, bool | int | str], ...]: ...
+
+    @property
+    def expression(self) -> str: ...
 
 
 def kernel_files(folder: Path = KERNELS) -> dict[str, Path]:
@@ -58,7 +65,7 @@ def build(
     kernel : plan.KernelPlan
         ``file`` is the name of a file in ``kernels/``, or an absolute path;
         ``constants`` are pairs of a name and a bool, an int or (a type's
-        name) a str.
+        name) a str; ``expression`` is the text of `EXPRESSION`, if any.
     folder : Path, optional
         The folder of the kernel files.
     twins : mapping of str to Path, optional
@@ -71,6 +78,8 @@ def build(
     """
     texts = abi.c_text(), "\n".join(map(_constant, kernel.constants))
     generated = dict(zip(GENERATED, texts, strict=True))
+    if kernel.expression:
+        generated[EXPRESSION] = kernel.expression
     files = folder, twins or {}, generated
     done: set[str] = set()
     return "\n".join([
@@ -104,11 +113,12 @@ def _splice(
     """The lines of a file with its includes expanded."""
     done.add(file)
     if file in generated:
-        return [f'#line 1 "{file}"', *generated[file].splitlines()]
-    path = twins.get(file, folder / file)
-    if file in twins:
-        file = path.name
-    text = path.read_text(encoding="ascii")
+        text = generated[file]
+    else:
+        path = twins.get(file, folder / file)
+        if file in twins:
+            file = path.name
+        text = path.read_text(encoding="ascii")
     lines = [f'#line 1 "{file}"']
     for plain, number, quote, name in _parts(text):
         lines += plain

@@ -1,1 +1,1 @@
-"""A user's own score and mask, from trace to text; nothing so far."""
+"""A user's own score and mask: recorded once, then text, NumPy, intervals."""

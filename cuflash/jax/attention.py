@@ -11,7 +11,7 @@ import numpy as np
 from cuflash import settings
 from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
-from cuflash.request.options import FORWARD, INDICES
+from cuflash.request.options import INDICES, UNTRACED
 from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.validate import host_values
 
@@ -62,7 +62,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[JaxOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@foreign_names.our_names(_NAME, FORWARD, "ArrayLike | None")
+@foreign_names.our_names(_NAME, UNTRACED, "ArrayLike | None")
 def attention(
     q: ArrayLike,
     k: ArrayLike,

@@ -38,7 +38,7 @@ from cuflash.request import layouts, options
 from cuflash.request.problem import Call, Layout, Signature
 
 _NO_GRADIENTS: dict[str, Any] = {
-    x.name: x.default for x in options.TABLE if x.of_gradients
+    x.name: x.default for x in options.TABLE if x.of_gradients and x.needs
 }
 
 

@@ -14,6 +14,9 @@ from cuflash.request.problem import MOST_STATES
 # The kernels take one array and up to this many more (partial/rows.cuh).
 MOST_OTHERS = 3
 
+# Arrays and numbers of a user's own functions (request's mod_arrays).
+MOST_MOD_ARRAYS = 8
+
 
 @dataclass(frozen=True)
 class Direction:
@@ -55,7 +58,7 @@ class Direction:
 
 _PREPARED = (
     "sequence_stats", "query_tile_ids", "key_tile_ids", "tile_order",
-    "lse_rests",
+    "lse_rests", "tile_flags",
 )  # fmt: skip
 _OF_GRADIENTS = (
     *_PREPARED, "delta", "dq_sum", "tile_counter", "recompute_flags",
@@ -66,16 +69,23 @@ _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse"
 _GRADIENTS = tuple(f"d{x}" for x in options.MOVED)
 _TANGENTS = tuple(f"{x}_dot" for x in options.MOVED)
 _OF_OTHERS = range(MOST_OTHERS)
+_MOD_ARRAYS, _MOD_NUMBERS, _DMODS = (
+    tuple(f"{name}[{i}]" for i in range(MOST_MOD_ARRAYS))
+    for name in ("mod_arrays", "mod_numbers", "dmods")
+)
 
 DIRECTIONS = {
     "forward": Direction(
-        ("q", "k", "v", *options.ARRAYS),
+        ("q", "k", "v", *options.ARRAYS, *_MOD_ARRAYS),
         ("out", "lse"),
         (*_PREPARED, *_SPLIT, "tile_counter", "previous_tiles"),
-        ("seed",),
+        ("seed", *_MOD_NUMBERS),
     ),
     "backward": Direction(
-        (*_GIVEN, *options.ARRAYS), _GRADIENTS, _OF_GRADIENTS, ("seed",)
+        (*_GIVEN, *options.ARRAYS, *_MOD_ARRAYS),
+        (*_GRADIENTS, *_DMODS),
+        _OF_GRADIENTS,
+        ("seed", *_MOD_NUMBERS),
     ),
     "jvp": Direction(
         ("q", "k", "v", "out", "lse", *options.ARRAYS, *_TANGENTS),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cuflash.launch.c_structs import Fields
+from cuflash.launch.directions import MOST_MOD_ARRAYS
 from cuflash.request import options
 
 
@@ -55,6 +56,20 @@ _OPTIONS = Part(
     ),
     (("OptionNumbers", "options"),),
 )  # fmt: skip
+# A user's own score_mod and mask_mod; all counts in elements.
+_EXPRESSION = Part(
+    "expression",
+    (
+        ("const void*", f"mod_arrays[{MOST_MOD_ARRAYS}]", "null: none"),
+        ("u64", f"mod_numbers[{MOST_MOD_ARRAYS}]", "bits of a double or i64"),
+        ("unsigned char*", "tile_flags", "prepare/tile_flags.cu; or null"),
+    ),
+    (("ExpressionNumbers", "expression"),),
+)
+_DMODS = Part(
+    "expression",
+    (("void*", f"dmods[{MOST_MOD_ARRAYS}]", "sums; null: not computed"),),
+)
 _GRADIENTS = Part(
     "options",
     (
@@ -96,6 +111,7 @@ DIRECTIONS: dict[str, tuple[str, str, tuple[Part, ...]]] = {
         (
             _maps("q_map k_map v_map out_map"),
             _OPTIONS,
+            _EXPRESSION,
             Part(
                 "maps options",
                 (("int*", "tile_counter previous_tiles",
@@ -111,7 +127,9 @@ DIRECTIONS: dict[str, tuple[str, str, tuple[Part, ...]]] = {
         (
             _maps("q_map dout_map k_map v_map dk_map dv_map"),
             _OPTIONS,
+            _EXPRESSION,
             _GRADIENTS,
+            _DMODS,
             _DLSE,
         ),
     ),

@@ -19,6 +19,7 @@ from cuflash.backends.base import Target
 from cuflash.launch import structs
 from cuflash.launch.directions import DIRECTIONS
 from cuflash.launch.template import Template
+from cuflash.plans.expression import has_expression
 from cuflash.plans.plan import FamilyName, Plan, plan
 from cuflash.plans.tiles import Tile
 from cuflash.request import layouts, options
@@ -194,6 +195,7 @@ def _parts(p: Problem, decided: Plan) -> set[str]:
     family = decided.record
     has = {
         "options": p.options,
+        "expression": has_expression(p),
         "maps": family.loads_by_tma,
         "split": family.splits_keys,
         "many": p.num_states > FEW_STATES,

@@ -15,12 +15,16 @@ import numpy as np
 
 from cuflash.launch import c_structs
 from cuflash.launch.c_structs import Fields, described
+from cuflash.launch.directions import MOST_MOD_ARRAYS
 from cuflash.launch.parts import DIRECTIONS
 from cuflash.request.problem import FEW_STATES, MOST_STATES
 
 # ---- Composing a struct of parts, and choosing one ----
 
-_WORDS = {"maps": "Wgmma", "split": "Split", "options": "Options"}
+_WORDS = {
+    "maps": "Wgmma", "split": "Split", "options": "Options",
+    "expression": "Expression",
+}  # fmt: skip
 
 _CHOSEN: dict[tuple[str, frozenset[str]], np.dtype] = {}
 
@@ -35,13 +39,19 @@ def _arguments(
 
 
 def _composed(direction: str, words: str, comment: str = "") -> np.dtype:
-    """The same, composed of the arrays and the parts for these words."""
+    """The same, composed of the arrays and the parts for these words.
+
+    Calls with an expression have the parts of options too.
+    """
     has = words.split()
     prefix, arrays, parts = DIRECTIONS[direction]
     name = prefix + "".join(_WORDS[x] for x in has) + "Arguments"
     if name == arrays:
         name = f"{prefix}PlainArguments"
-    present = [part for part in parts if {*part.of.split()} <= {*has}]
+    implied = {"options"} if "expression" in has else set()
+    present = [
+        part for part in parts if {*part.of.split()} <= {*has} | implied
+    ]
     fields = (
         *(x for part in present for x in part.pointers),
         (arrays, "arrays"),
@@ -54,12 +64,15 @@ def _composed(direction: str, words: str, comment: str = "") -> np.dtype:
 def chosen(direction: str, parts: set[str]) -> np.dtype:
     """The struct of a direction's calls that have these parts.
 
-    parts : of "maps" (TensorMaps), "split" (keys), "options", and "many"
-        (states to merge). A word that no struct of a direction knows is
-        ignored.
+    parts : of "maps" (TensorMaps), "split" (keys), "options", "expression"
+        (a user's own functions, in place of options), and "many" (states to
+        merge). A word that no struct of a direction knows is ignored.
     """
     known = {x for name, has in _CHOSEN if name == direction for x in has}
-    return _CHOSEN[direction, frozenset(parts & known)]
+    has = parts & known
+    if "expression" in has:
+        has -= {"options"}
+    return _CHOSEN[direction, frozenset(has)]
 
 
 # ---- The structs ----
@@ -157,6 +170,15 @@ OptionNumbers = described(
     ("int", "sequence", "set by a block: packed_sequences.cuh"),
 )
 
+ExpressionNumbers = described(
+    "ExpressionNumbers",
+    "Of the arrays of a user's functions: axis x of array a has index 4 a + x;"
+    " axes that it lacks have\nsize 1.",
+    ("i64", f"strides[{4 * MOST_MOD_ARRAYS}]"),
+    ("i64", f"dmod_strides[{4 * MOST_MOD_ARRAYS}]", "of its gradient"),
+    ("int", f"sizes[{4 * MOST_MOD_ARRAYS}]"),
+)
+
 IdRange = described(
     "IdRange",
     "The smallest and the largest segment id of a tile's tokens; a tile has at"
@@ -177,6 +199,12 @@ ForwardOptionsArguments = _composed(
     ' "q" and "lse" mean\nthe type of that array.',
 )
 BackwardOptionsArguments = _composed("backward", "options")
+ForwardExpressionArguments = _composed(
+    "forward",
+    "expression",
+    "For calls with a user's own functions: score/expression.cuh.",
+)
+BackwardExpressionArguments = _composed("backward", "expression")
 DirectionStrides = described(
     "DirectionStrides",
     "Strides of tangents: those of one direction as Strides.",
@@ -207,6 +235,7 @@ ForwardSplitArguments = _composed(
     " rows as\nAccumulator<Element>, contiguous (slots, BLOCK_Q, head_dim_v).",
 )
 ForwardSplitOptionsArguments = _composed("forward", "split options")
+ForwardSplitExpressionArguments = _composed("forward", "split expression")
 
 
 def _merge_struct(name: str, states: int, words: str = "") -> np.dtype:
@@ -313,6 +342,7 @@ ForwardWgmmaArguments = _composed(
     " tile's rows.",
 )
 ForwardWgmmaOptionsArguments = _composed("forward", "maps options")
+ForwardWgmmaExpressionArguments = _composed("forward", "maps expression")
 JvpWgmmaArguments = _composed(
     "jvp",
     "maps",
@@ -332,6 +362,7 @@ BackwardWgmmaArguments = _composed(
     " those of k and v a key\ntile's rows, those of dk and dv 16 rows.",
 )
 BackwardWgmmaOptionsArguments = _composed("backward", "maps options")
+BackwardWgmmaExpressionArguments = _composed("backward", "maps expression")
 
 
 @functools.cache

@@ -91,6 +91,9 @@ class KernelPlan:
         Dynamic shared memory of a block.
     ptxas_level : int
         The optimisation level of ptxas, 3 by default: see `tiles.Tile`.
+    expression : str
+        The text of score/expression.cuh, for calls with a user's own
+        functions.
     """
 
     file: str
@@ -99,6 +102,7 @@ class KernelPlan:
     threads: int
     shared_bytes: int = 0
     ptxas_level: int = 3
+    expression: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Iterator
 
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.plans import nearest_tiles, tiles
+from cuflash.plans import expression, nearest_tiles, tiles
 from cuflash.plans.family import (
     OLDEST_FOR_TF32X3,
     check_precision,
@@ -98,7 +98,7 @@ def plan(
             f" kernel on {device.arch}"
         )
     maker = maker_of(problem, family)
-    return maker.plan(problem, device, tile)
+    return expression.with_text(maker.plan(problem, device, tile))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from cuflash.plans.workspace import Buffer
 from cuflash.request import options
 from cuflash.request.problem import FEW_STATES, Problem
 
+from . import expression
 from .kernel import EVEN_SECTIONS, Device, KernelPlan, Launch, Plan
 from .record import FAMILIES, FamilyName
 from .rounding import ceil_div, round_up
@@ -126,6 +127,8 @@ def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
         return "Arguments", "ForwardKVCacheArguments"
     words = problem.direction.split("_")
     kind = "".join(word.capitalize() for word in words) + kind
+    if expression.has_expression(problem):
+        return "Arguments", f"{kind}ExpressionArguments"
     return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
 
 
@@ -196,6 +199,7 @@ def option_constants(
     return (
         arguments(problem, kind),
         *options.flags(problem),
+        ("FLAGS_OF_GROUPS", problem.direction.endswith("backward")),
         ("Bias", bias),
     )
 
@@ -208,7 +212,7 @@ def some_options(
     The other constants are as if those options were absent, so that one
     compiled kernel serves all calls that differ only in them.
     """
-    kept = {"Arguments", "PACKED", *names}
+    kept = {"Arguments", "PACKED", "FLAGS_OF_GROUPS", *names}
     return tuple(
         (name, value if name in kept else "float" if name == "Bias" else False)
         for name, value in option_constants(problem, kind)
@@ -385,7 +389,7 @@ def lse_rest_launches(problem: Problem, kind: str = "") -> tuple[Launch, ...]:
             *some_options(
                 problem, kind,
                 *("WINDOW", "SOFTCAP", "ALIBI", "BIAS", "Bias"),
-                *("SINK", "SEGMENTS", "HAS_MASK"),
+                *("SINK", "SEGMENTS", "HAS_MASK", "SCORE_MOD", "MASK_MOD"),
             ),
         ),
         threads=ROW_THREADS,
@@ -514,6 +518,7 @@ def gradients_of_rows(
             ("BLOCK_Q", tile.block_q),
             ("ALIBI", flags["ALIBI"]),
             ("BIAS", flags["BIAS"]),
+            ("SCORE_MOD", flags["SCORE_MOD"]),
             ("IN_TILES", bool(kind)),
             ("SEGMENTS", flags["SEGMENTS"]),
             ("INTEGER_DQ", integers),

@@ -22,6 +22,8 @@ NAMES = (
     "query_tile_ids",
     "key_tile_ids",
     "tile_order",
+    # Visibilities of tiles (prepare/tile_flags.cu).
+    "tile_flags",
     # What rounding took from the lse of each query (prepare/lse_rests.cu).
     "lse_rests",
     # O and lse of parts of the keys; a slot holds the rows of one part:

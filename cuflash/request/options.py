@@ -9,126 +9,16 @@ derived from it. Tests compare signatures, docstrings and README.md with it
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from cuflash.errors import UnsupportedError
-from cuflash.request import checks, fields, layouts
+from cuflash.request import checks, fields, layouts, traced
 from cuflash.request import softcap as softcaps
+from cuflash.request.option import Array, Option
 from cuflash.request.problem import Layout, Problem, Signature
-
-
-@dataclass(frozen=True)
-class Array:
-    """The dtypes and shapes that an array option accepts.
-
-    Attributes
-    ----------
-    dtypes : tuple of str
-        Names; ``"q"`` and ``"lse"`` stand for the dtypes of q and lse.
-    why : str
-        The reason for these dtypes, for messages.
-    axes : tuple of str
-        Fields of `Sizes`. If empty, the array has one axis of any length.
-    words : str
-        The axes, for messages.
-    broadcasts : bool
-        Whether axes may be 1 or left out. If False, only the first of
-        several axes, batch, may be left out.
-    integers : bool
-        Whether other integer dtypes are accepted, and converted.
-    by_sequence : bool
-        Whether packed sequences take the place of batch: the axis has their
-        number, and may be left out too.
-    """
-
-    dtypes: tuple[str, ...]
-    why: str
-    axes: tuple[str, ...]
-    words: str
-    broadcasts: bool = False
-    integers: bool = False
-    by_sequence: bool = False
-
-
-@dataclass(frozen=True)
-class Option:
-    """A row of the table.
-
-    Attributes
-    ----------
-    name : str
-        The name of the argument of `cuflash.backward` and, unless
-        `of_gradients`, of `cuflash.forward`.
-    array : Array or None
-        The accepted arrays, for an array option. The argument structs have a
-        pointer with the option's name.
-    check : callable or None
-        (name, value) to the checked value, for any other option.
-    default : object
-        The argument's default, which means that the option is absent.
-    nothing : object
-        The checked value that means that the option is absent.
-    part_of : str
-        Its name in `Problem.options`, which two options may share. If empty,
-        the problem's field with the option's name tells.
-    acts : str
-        What it does, for decisions that several options share: ``"tiles"``,
-        hide whole tiles of pairs; ``"pairs"``, hide pairs alone; ``"bends"``,
-        map scores; ``"adds"``, move them; ``"drops"`` weights; ``"rows"``,
-        act on each row as a whole.
-    flag : str
-        The kernel constant that is true if a call has the option.
-    stride : str
-        The field of `OptionNumbers` that holds an array's strides.
-    numbers : callable or None
-        Maps a signature to further fields of `OptionNumbers`, which calls
-        without the option fill in too.
-    needs : tuple of str
-        Other options that it requires: ValueRangeError without them.
-    not_with : tuple of str
-        Other options that exclude it: UnsupportedError.
-    no_order : tuple of str
-        Families in which key tiles cannot add to dq in a fixed order with
-        it: with ``deterministic=True`` they sum integers, in any order.
-    of_gradients : bool
-        Whether only `cuflash.backward` has it.
-    moves : bool
-        Whether the array has tangents and a gradient.
-    with_caches : bool
-        Whether `cuflash.forward_kvcache` has it too.
-    hint : str
-        The type of the argument, for signatures; an array option's is that
-        of the call's arrays.
-    """
-
-    name: str
-    array: Array | None = None
-    check: Callable[[str, Any], Any] | None = None
-    default: Any = None
-    nothing: Any = None
-    part_of: str = ""
-    acts: str = ""
-    flag: str = ""
-    stride: str = ""
-    numbers: Callable[[Signature], dict[str, Any]] | None = None
-    needs: tuple[str, ...] = ()
-    not_with: tuple[str, ...] = ()
-    no_order: tuple[str, ...] = ()
-    of_gradients: bool = False
-    moves: bool = False
-    with_caches: bool = False
-    hint: str = ""
-
-    def is_in(self, problem: Problem) -> bool:
-        """Whether a problem has the option."""
-        if self.part_of:
-            return self.part_of in problem.options
-        return bool(getattr(problem, self.name))
-
 
 # The table ----------------------------------------------------------------
 
@@ -290,6 +180,23 @@ TABLE = (
         hint="int | None",
     ),
     Option(
+        "score_mod",
+        part_of="score_mod",
+        acts="adds",
+        flag="SCORE_MOD",
+        traced=True,
+        hint="Callable[..., Any] | None",
+    ),
+    Option(
+        "mask_mod",
+        part_of="mask_mod",
+        acts="tiles",
+        flag="MASK_MOD",
+        traced=True,
+        hint="Callable[..., Any] | None",
+    ),
+    Option("mod_arrays", traced=True, hint="Mapping[str, Any] | None"),
+    Option(
         "return_dbias",
         check=checks.flag,
         default=False,
@@ -309,6 +216,15 @@ TABLE = (
         of_gradients=True,
         hint="bool",
     ),
+    Option(
+        "return_dmod",
+        default=(),
+        nothing=(),
+        flag="DMOD",
+        of_gradients=True,
+        traced=True,
+        hint="tuple[str, ...]",
+    ),
 )
 
 BY_NAME = {option.name: option for option in TABLE}
@@ -327,10 +243,11 @@ INDICES = frozenset(
 DIFFERENTIABLE = tuple(x.name for x in TABLE if x.moves)
 MOVED = ("q", "k", "v", *DIFFERENTIABLE)
 
-# The options of calls: of `forward` and what it gives `jvp` and others, of
-# `backward`, of `forward_kvcache`.
+# The options of calls: of `forward`, of `backward`, of `jvp` and others, of
+# `forward_kvcache`.
 FORWARD = tuple(x.name for x in TABLE if not x.of_gradients)
 BACKWARD = tuple(BY_NAME)
+UNTRACED = tuple(x for x in FORWARD if not BY_NAME[x].traced)
 KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
 
 
@@ -355,6 +272,9 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             others[name] = value
     if len(arrays) > 1:
         arrays = {x: arrays[x] for x in ARRAYS if x in arrays}
+    if "mod_arrays" in others:
+        others["mod_arrays"], read = traced.parted(others["mod_arrays"])
+        arrays |= read
     return others, arrays
 
 

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from cuflash.expressions.nodes import Node
+from cuflash.expressions.trace import ArrayKind
+
 DType = Literal["float16", "bfloat16", "float32", "float64"]
 
 
@@ -125,10 +128,13 @@ class Problem:
 
     Equal problems get equal plans. A scalar option (docs/guide/options.md)
     is stored by value, 0 or None if absent; an array option, and `dlse`, as
-    whether it is present. `window` is normalised: a right bound of 0 becomes
-    `causal`, and bounds that mask nothing become None. If `num_sequences` is
-    not None (it may be 0), sequences are packed: ``batch`` is 1, and
-    ``seqlen_q`` and ``seqlen_k`` are the totals over all sequences.
+    whether it is present; a user's function as the graph that it recorded
+    (expressions/trace.py), the arrays that it reads as their kinds, of which
+    `return_dmod` holds indices, its numbers as how many there are. `window` is
+    normalised: a right bound of 0 becomes `causal`, and bounds that mask
+    nothing become None. If `num_sequences` is not None (it may be 0),
+    sequences are packed: ``batch`` is 1, and ``seqlen_q`` and ``seqlen_k`` are
+    the totals over all sequences.
 
     A ``"merge"`` problem (`merge_states`) of ``num_states`` results has no
     keys: ``seqlen_k`` is 0, ``scale`` 1, ``num_heads_kv`` equals
@@ -170,6 +176,11 @@ class Problem:
     segment_ids: bool = option(False)
     dropout: float = option(0.0)
     num_sequences: int | None = option(None, "cu_seqlens")
+    score_mod: Node | None = option(None)
+    mask_mod: Node | None = option(None)
+    mod_arrays: tuple[ArrayKind, ...] = ()
+    mod_numbers: int = 0
+    return_dmod: tuple[int, ...] = ()
     bias_is_broadcast: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
@@ -247,7 +258,8 @@ class Signature:
     return_lse : bool
         Forward, jvp: whether lse is wanted.
     options : mapping of str to Layout
-        The array options, broadcast to their full shapes; cos, sin and
+        The array options, broadcast to their full shapes; those that a user's
+        function reads, as ``mod_arrays[0]`` and so on; cos, sin and
         positions of `apply_rotary`; of `forward_kvcache` every array but
         q, out, the caches, k_new and v_new.
     bias_shape : tuple of int
@@ -293,6 +305,8 @@ class Call:
     tangents : mapping of str to array
         `jvp`, `double_backward`: the tangents or cotangents by what they
         move, q, k, v, bias or sink, as the user passed them.
+    mod_numbers : tuple
+        The numbers that a user's functions read, by slot.
     """
 
     signature: Signature
@@ -303,6 +317,7 @@ class Call:
     cache_seqlens: int = 0
     given_gradients: Mapping[str, Any] = field(default_factory=dict)
     tangents: Mapping[str, Any] = field(default_factory=dict)
+    mod_numbers: tuple[Any, ...] = ()
 
     @property
     def problem(self) -> Problem:

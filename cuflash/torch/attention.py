@@ -12,7 +12,7 @@ from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
 from cuflash.errors import UnsupportedError
 from cuflash.request import checks
-from cuflash.request.options import ARRAYS, DIFFERENTIABLE, FORWARD
+from cuflash.request.options import ARRAYS, DIFFERENTIABLE, UNTRACED
 
 from . import autocast, random, transforms
 from .checks import check_tensors, have_tangents
@@ -58,7 +58,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[TorchOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names(_NAME, FORWARD, "torch.Tensor | None")
+@foreign_names.our_names(_NAME, UNTRACED, "torch.Tensor | None")
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -22,7 +22,7 @@ from .request import Request
 TENSORS = tuple(dict.fromkeys((*options.DIFFERENTIABLE, *options.ARRAYS)))
 _POSITIONAL = (*TENSORS, "seed_drawn")
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in TENSORS)
-_OPTIONS = tuple(x for x in options.FORWARD if x not in TENSORS)
+_OPTIONS = tuple(x for x in options.UNTRACED if x not in TENSORS)
 
 
 def in_schema(name: str) -> str:

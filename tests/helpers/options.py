@@ -15,6 +15,7 @@ from cuflash.reference.dropout import Dropout
 from cuflash.request import options as options_of_calls
 
 from .dtypes import DTYPES, lse_dtype
+from .expressions import MASK_MOD, MOD_ARRAYS, SCORE_MOD
 
 # Terms: what the options of a call do ---------------------------------------
 
@@ -287,11 +288,24 @@ TABLE = {
     "cu_seqlens_k": Data(comes_with="cu_seqlens_q"),
     "max_seqlen_q": Data(comes_with="cu_seqlens_q"),
     "max_seqlen_k": Data(comes_with="cu_seqlens_q"),
+    "score_mod": Data(
+        problem={"score_mod": SCORE_MOD, "mod_arrays": MOD_ARRAYS}
+    ),
+    "mask_mod": Data(problem={"mask_mod": MASK_MOD}),
+    "mod_arrays": Data(comes_with="score_mod"),
     "return_dbias": Data(
         problem={"bias": "float16", "return_dbias": True}, comes_with="bias"
     ),
     "return_dsink": Data(
         problem={"sink": True, "return_dsink": True}, comes_with="sink"
+    ),
+    "return_dmod": Data(
+        problem={
+            "score_mod": SCORE_MOD,
+            "mod_arrays": MOD_ARRAYS,
+            "return_dmod": (0,),
+        },
+        comes_with="score_mod",
     ),
 }
 

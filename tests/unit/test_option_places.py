@@ -18,13 +18,18 @@ PLACES = {
     # Declarations.
     "request/options": ("the table",),
     "request/problem": ("a field for each",),
+    "request/traced": (
+        "from functions to graphs",
+        "score_mod mask_mod mod_arrays return_dmod",
+    ),
+    "expressions": ("what they may do", "score_mod mask_mod mod_arrays"),
     "request/checks": ("one check each", "window softcap dropout seed"),
     "request/fields": (
         "of structs", "window softcap dropout max_seqlen_q max_seqlen_k",
     ),
     "request/softcap": ("how its tanh is computed", "softcap dropout"),
     "api/types": ("type checkers read text",),
-    "api/attention": ("overloads", "return_dbias return_dsink"),
+    "api/attention": ("overloads", "return_dbias return_dsink return_dmod"),
     "api/vjp": ("arguments of its own", "return_dbias return_dsink"),
     "api/kvcache": ("packs queries alone", "cu_seqlens_q max_seqlen_q"),
     "api/foreign_names": (
@@ -34,8 +39,8 @@ PLACES = {
     # Values that the host reads, and rules between arguments.
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
     "request/validate/attention": (
-        "bounds, packing, a shape, a seed",
-        "bias cu_seqlens cu_seqlens_q seed window",
+        "bounds, packing, a shape, a seed, directions",
+        "bias cu_seqlens cu_seqlens_q mask_mod score_mod seed window",
     ),
     "request/validate/host_values": (
         "offsets are checked",

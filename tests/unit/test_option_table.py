@@ -44,7 +44,7 @@ def test_calls_have_the_options_in_its_order(call):
 @pytest.mark.parametrize("call", [cuflash.jvp, cuflash.double_backward])
 def test_derivatives_have_the_options_of_forward(call):
     known = inspect.signature(cuflash.forward).parameters
-    names = [x.name for x in options.TABLE if not x.of_gradients]
+    names = list(options.UNTRACED)
     parameters = inspect.signature(call).parameters
     first = list(parameters).index("window")
     assert list(parameters)[first : first + len(names)] == names
@@ -65,7 +65,7 @@ def test_defaults_are_those_of_the_calls(option):
     "call, names",
     [
         (cuflash.backward, options.FORWARD),
-        (cuflash.vjp, options.FORWARD),
+        (cuflash.vjp, options.UNTRACED),
         (cuflash.forward_kvcache, options.KVCACHE),
     ],
 )
@@ -115,7 +115,7 @@ def test_docstrings_describe_the_arrays(option):
 
 @of_each_option
 def test_the_readme_lists_what_excludes_it(option):
-    if option.of_gradients or not option.flag:
+    if option.of_gradients or not option.flag or option.traced:
         return
     table = README.split("<!-- options:")[1].split("\n\n")[1]
     (row,) = (x for x in table.splitlines() if f"`{option.name}`" in x)
@@ -189,4 +189,5 @@ def test_strides_are_as_many_as_axes(option):
 @of_each_option
 def test_partners_are_options(option):
     assert {*option.needs, *option.not_with} <= set(NAMES)
-    assert (option.array is None) != (option.check is None)
+    kinds = option.array, option.check, option.traced or None
+    assert sum(x is not None for x in kinds) == 1

@@ -10,7 +10,7 @@ from cuflash.errors import CompileError
 
 def kernel(**constants):
     return SimpleNamespace(
-        file="kernel.cu", constants=tuple(constants.items())
+        file="kernel.cu", constants=tuple(constants.items()), expression=""
     )
 
 
@@ -93,7 +93,7 @@ def test_a_kernel_from_another_folder_includes_files_of_this_one(
 ):
     own = tmp_path_factory.mktemp("own") / "small.cu"
     own.write_text('#include "a.cuh"\nint in_small;\n')
-    small = SimpleNamespace(file=str(own), constants=())
+    small = SimpleNamespace(file=str(own), constants=(), expression="")
     lines = source.lines_by_place(source.build(small, folder(a="int in_a;")))
     assert lines["a.cuh", 1] == "int in_a;"
     assert lines[str(own), 2] == "int in_small;"

@@ -12,7 +12,10 @@ from helpers.static_types import fields_of
 
 CALLS = {
     "forward": ("ForwardOptions", {"return_lse"}),
-    "backward": ("BackwardOptions", {"return_dbias", "return_dsink"}),
+    "backward": (
+        "BackwardOptions",
+        {"return_dbias", "return_dsink", "return_dmod"},
+    ),
     "vjp": ("VjpOptions", {"return_lse"}),
     "forward_kvcache": ("KVCacheOptions", {"return_lse"}),
     "apply_rotary": ("RotaryOptions", set()),
@@ -27,7 +30,7 @@ def keywords_of(call):
 
 @pytest.mark.parametrize(
     "kind, names",
-    [("Options", options.FORWARD), ("CacheOptionsOf", options.KVCACHE)],
+    [("Options", options.UNTRACED), ("CacheOptionsOf", options.KVCACHE)],
 )
 def test_the_table(kind, names):
     fields = fields_of(kind, array_types.__file__)

@@ -22,7 +22,7 @@ Arrays = dict[str, np.ndarray]
 KEYS = ("k", "v")  # all others that are no option's have queries
 OPTIONS = {x.name: x.array for x in TABLE if x.array and x.array.axes}
 # Logits, which have gradients: the argument that asks for each.
-LOGITS = {x.needs[0]: x.name for x in TABLE if x.of_gradients}
+LOGITS = {x.needs[0]: x.name for x in TABLE if x.of_gradients and x.needs}
 _SCALARS = tuple(x for x in TABLE if x.check and x.part_of)
 
 

@@ -195,6 +195,12 @@ inline void advance_dlse(BackwardOptionsArguments& a, int q) {
 inline void advance_dlse(BackwardWgmmaOptionsArguments& a, int q) {
     if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
 }
+inline void advance_dlse(BackwardExpressionArguments& a, int q) {
+    if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
+}
+inline void advance_dlse(BackwardWgmmaExpressionArguments& a, int q) {
+    if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
+}
 
 // Of the structs of calls that may have rests: lse_rest.cuh.
 template <class Arguments> inline void advance_lse_rests(Arguments&, int) {}
@@ -205,6 +211,12 @@ inline void advance_lse_rests(BackwardOptionsArguments& a, int q) {
     advance_lse_rests(a.lse_rests, q);
 }
 inline void advance_lse_rests(BackwardWgmmaOptionsArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+inline void advance_lse_rests(BackwardExpressionArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+inline void advance_lse_rests(BackwardWgmmaExpressionArguments& a, int q) {
     advance_lse_rests(a.lse_rests, q);
 }
 inline void advance_lse_rests(JvpOptionsArguments& a, int q) {

@@ -29,6 +29,9 @@ template <class Arguments> inline const auto& arrays_of(const Arguments& argumen
 // Zeroes the counter of the dynamic scheduler, which sm90/forward.cu has.
 template <class Arguments> inline void clear_tile_counter(const Arguments&) {}
 inline void clear_tile_counter(const ForwardWgmmaOptionsArguments& args) { *args.tile_counter = 0; }
+inline void clear_tile_counter(const ForwardWgmmaExpressionArguments& args) {
+    *args.tile_counter = 0;
+}
 
 // A compile-time bool as a function argument: `if constexpr (masked.value)`.
 template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };

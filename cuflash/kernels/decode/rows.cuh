@@ -94,8 +94,7 @@ struct LaneRows {
         const int shift = mask.seqlen_k - mask.seqlen_q;
         for_each(first_key, [&](const Row& row, int key, int i, int j, int x) {
             s[i][j][x] = row.score_mod.score(
-                s[i][j][x], static_cast<float>(row.query + shift - key),
-                row.score_mod.bias_of(row.query, key));
+                s[i][j][x], static_cast<float>(row.query + shift - key), row.query, key);
         });
     }
 

@@ -114,8 +114,8 @@ struct LaneRow {
             const int key = first_key + OwnPairs::key_of(n);
             if constexpr (SCALES == SCALES_OF_HEADS) own.x[n] *= k_scale;
             if constexpr (SCALES == SCALES_OF_PAGES) own.x[n] *= k_scale_of_page(args, keys, n);
-            own.x[n] = options.score_mod.score(own.x[n], Real(query + shift - key),
-                                               options.score_mod.bias_of(query, key));
+            own.x[n] =
+                options.score_mod.score(own.x[n], Real(query + shift - key), query, key);
         }
     }
 

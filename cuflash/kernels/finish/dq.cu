@@ -24,7 +24,7 @@
 
 // With windows and segments this kernel is a larger share of the time. Three blocks per SM keep
 // memory busier: 52 us instead of 58 for 16,384 tokens of 16 heads. Recomputing then spills.
-constexpr int BLOCKS_PER_SM = WINDOW || SEGMENTS ? 3 : 0;   // 0: no minimum
+constexpr int BLOCKS_PER_SM = WINDOW || SKIPS_TILES ? 3 : 0;   // 0: no minimum
 
 struct SharedPlan {
     SmemTile<BLOCK_Q, HEAD_DIM> dq;

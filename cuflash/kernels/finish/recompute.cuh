@@ -60,8 +60,9 @@ struct HeadScores {
     __device__ __forceinline__ float p(int query, int key, float& derivative) const {
         const float product = row_product(q, query, k, key, shape.head_dim);
         const float distance = static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
-        const float score =
-            score_mod.score(product, distance, score_mod.bias_of(query, key), derivative);
+        Derivatives<float> derivatives;
+        const float score = score_mod.score(product, distance, query, key, derivatives);
+        derivative = derivatives.by_product;
         const float of_row = effective_lse(lse[query]);
         return LINEAR ? weight(product, scale, of_row)
                       : weight_beside(rests.of(query, of_row), score, of_row);

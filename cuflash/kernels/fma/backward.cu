@@ -68,24 +68,21 @@ __device__ __forceinline__ void compute_p_and_ds(
         for (int j = 0; j < KEYS; ++j) {
             const int key = first_key + j * LANE_COLUMNS;
             const bool visible = !MASKED || score_tile.visible(row, key);
-            float derivative = 1.0f;
+            Derivatives<float> derivatives;
             if constexpr (LINEAR) {
                 s[i][j] = weight(s[i][j], scale, lse);
             } else {
                 const float score = score_tile.score_mod.score(
                     s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
-                    score_tile.score_mod.bias_of(
-                        score_tile.q_start + row, score_tile.k_start + key),
-                    derivative);
+                    score_tile.q_start + row, score_tile.k_start + key, derivatives);
                 s[i][j] = weight_beside(rest, score, lse);
             }
             const float z = DROPOUT && !kept.at(i, j) ? 0.0f : score_tile.dropout.factor;
             const auto gradient = [&] {                     // of a visible pair
                 const float ds = s[i][j] * ((DROPOUT ? z * dp[i][j] : dp[i][j]) - delta);
-                if constexpr (DBIAS)
-                    score_tile.dbias.add(
-                        score_tile.q_start + row, score_tile.k_start + key, ds);
-                return SOFTCAP ? ds * derivative : ds;
+                score_tile.add_gradients(
+                    derivatives, ds, score_tile.q_start + row, score_tile.k_start + key);
+                return BENDS ? ds * derivatives.by_product : ds;
             };
             dp[i][j] = visible ? gradient() * scale : 0.0f;
             if constexpr (DROPOUT) s[i][j] *= z;
@@ -161,8 +158,9 @@ backward_fma(const __grid_constant__ Arguments call_args) {
     const Shape& shape = arrays.shape;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
+    score_tile.set_group(first_head);
+    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int num_keys = shape.seqlen_k - score_tile.k_start;
     const QueryLoader<SharedPlan> loader{shared, args, arrays, shape, coord, end_head};
 

@@ -123,15 +123,17 @@ __device__ __forceinline__ SecondWeight second_weight(
     const ScoreMod<float>& score_mod = score_tile.score_mod;
     const int i = score_tile.q_start + row, j = score_tile.k_start + key;
     const float lse = effective_lse(shared.lse[row]), x_dot = score_mod.scale * w;
-    float p, slope = 1.0f;
+    float p;
+    Derivatives<float> derivatives;
     if constexpr (LINEAR) {
         p = weight(s, score_mod.scale, lse);
     } else {
         const float score = score_mod.score(
-            s, score_tile.distance(row, key), score_mod.bias_of(i, j), slope);
+            s, score_tile.distance(row, key), i, j, derivatives);
         p = weight_beside(score_tile.rest(row, lse), score, lse);
     }
     if (!visible) return {0.0f, 0.0f, 0.0f};
+    const float slope = derivatives.by_product;
     const float z = DROPOUT ? kept ? score_tile.dropout.factor : 0.0f : 1.0f;
     const float relative =
         (SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(i, j) - shared.b[row];
@@ -242,8 +244,9 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
     const Shape& shape = arrays.shape;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
+    score_tile.set_group(first_head);
+    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const QueryLoader<SharedPlan> plain{shared, args, arrays, shape, coord, end_head};
     const SecondLoader loader{plain};
 

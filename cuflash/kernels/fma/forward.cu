@@ -68,7 +68,7 @@ __device__ __forceinline__ void apply_score_mod(
         #pragma unroll
         for (int j = 0; j < KEYS; ++j)
             s[i][j] = score_mod.score(s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
-                                  score_mod.bias_of(query, first_key + j * LANE_COLUMNS));
+                                      query, first_key + j * LANE_COLUMNS);
     }
 }
 
@@ -185,7 +185,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
     const float* v = head_start(arrays.v, arrays.v_stride, coord.batch, kv_head);
     const KeyLoader<SharedPlan> loader{shared, shape, k, v, k_step, v_step};
     int tile = tiles.num_visited - 1, next = 0;
-    if (SEGMENTS) tile = pair_mask.key_tile_before(coord.tile, tiles.num_visited, tiles.first);
+    if (SKIPS_TILES) tile = pair_mask.key_tile_before(coord.tile, tiles.num_visited, tiles.first);
     if (tile >= tiles.first) {
         load_queries(shared, arrays, coord.batch, coord.head, q_start);
         loader.load_k(tile);
@@ -209,7 +209,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         const bool nonfinite = barrier_or_nonfinite<MASKED>(shared.v);
         next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
-        if (SEGMENTS ? next >= tiles.first : tile > tiles.first) loader.load_k(next);
+        if (SKIPS_TILES ? next >= tiles.first : tile > tiles.first) loader.load_k(next);
         softmax_step(s, rows, acc, scale_log2);
         if constexpr (DROPOUT) apply_dropout(s, options.dropout, q_start + warp_row, k_start);
         accumulate<MASKED>(acc, s, shared, warp_row, visible, nonfinite);

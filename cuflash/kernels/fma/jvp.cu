@@ -95,13 +95,13 @@ __device__ __forceinline__ void apply_options(
             if constexpr (LINEAR) {
                 if (NEGATE_SCORES) s[i][j] = -s[i][j];
             } else {
-                float slope;
+                Derivatives<float> derivatives;
                 s[i][j] = score_mod.score(
-                    s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
-                    score_mod.bias_of(query, key), slope);
+                    s[i][j], distance - static_cast<float>(j * LANE_COLUMNS), query, key,
+                    derivatives);
                 #pragma unroll
                 for (int v = 0; v < DIRECTIONS; ++v) {
-                    if constexpr (SOFTCAP) w[v][i][j] *= slope;
+                    if constexpr (SOFTCAP) w[v][i][j] *= derivatives.by_product;
                     if constexpr (BIAS_DOT) w[v][i][j] += bias_tangent.at(query, key, v);
                 }
             }
@@ -341,7 +341,7 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
     const TangentLoader<SharedPlan> loader{shared, args, direction, coord.batch, coord.head,
                                            coord.head / (shape.num_heads_q / shape.num_heads_kv)};
     int tile = tiles.num_visited - 1, next = 0;
-    if (SEGMENTS) tile = pair_mask.key_tile_before(q_tile, tiles.num_visited, tiles.first);
+    if (SKIPS_TILES) tile = pair_mask.key_tile_before(q_tile, tiles.num_visited, tiles.first);
     if (tile >= tiles.first) {
         loader.load_queries(q_start);
         loader.load_k(tile);
@@ -364,7 +364,7 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         const bool nonfinite = barrier_or_nonfinite_all<MASKED, V_DOT>(shared.v, shared.v_dot);
         next = pair_mask.key_tile_before(q_tile, tile, tiles.first);
-        if (SEGMENTS ? next >= tiles.first : tile > tiles.first) loader.load_k(next);
+        if (SKIPS_TILES ? next >= tiles.first : tile > tiles.first) loader.load_k(next);
         bool begins[ROWS];
         softmax_step(s, rows, begins, acc, acc_dot, scale_log2);
         if constexpr (SCORES_MOVE) weigh_tangents(w, s, rows, begins, shared);

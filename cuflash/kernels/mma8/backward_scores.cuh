@@ -39,21 +39,22 @@ __device__ __forceinline__ void compute_p_and_ds(
                     const int key =
                         ScoreGrid::first_column() + n * 8 + threadIdx.x % 4 * 2 + x % 2;
                     const bool visible = !MASKED || score_tile.visible(row, key);
-                    Element &p = s[m][n][x], &ds = dp[m][n][x], derivative = 1;
+                    Element &p = s[m][n][x], &ds = dp[m][n][x];
+                    Derivatives<Element> derivatives;
                     if constexpr (LINEAR)
                         p = rounded(p, scale);
                     else
                         p = score_tile.score_mod.score(
-                            p, score_tile.distance(row, key),
-                            score_tile.score_mod.bias_of(query, score_tile.k_start + key),
-                            derivative);
+                            p, score_tile.distance(row, key), query,
+                            score_tile.k_start + key, derivatives);
                     p = exponential(p - lse - rest);
                     Element z = 1;
                     if constexpr (DROPOUT) z = score_tile.dropout.z_of(kept, n * 2 + x % 2);
                     const Element dx = p * ((DROPOUT ? z * ds : ds) - delta);
-                    if constexpr (DBIAS)
-                        if (visible) score_tile.dbias.add(query, score_tile.k_start + key, dx);
-                    ds = visible ? (SOFTCAP ? dx * derivative : dx) * scale : 0;
+                    if (SUMS_SCORES && visible)
+                        score_tile.add_gradients(
+                            derivatives, dx, query, score_tile.k_start + key);
+                    ds = visible ? (BENDS ? dx * derivatives.by_product : dx) * scale : 0;
                     if (!visible) p = 0;
                     if constexpr (DROPOUT) p *= z;
                 }

@@ -39,11 +39,13 @@ __device__ __forceinline__ void compute_weights(
                 for (int c = 0; c < 2; ++c) {
                     const int key = first_key + n * 8 + c, j = score_tile.k_start + key;
                     Element &s = x.p_dot[m][n][half * 2 + c], &w = x.tx[m][n][half * 2 + c];
-                    Element &dp = x.ds[m][n][half * 2 + c], z = 1, slope;
+                    Element &dp = x.ds[m][n][half * 2 + c], z = 1;
+                    Derivatives<Element> derivatives;
                     const Element u = x.u[m][n][half * 2 + c];
                     if constexpr (DROPOUT) z = score_tile.dropout.z_of(kept, n * 2 + c);
                     const Element score = score_mod.score(
-                        s, score_tile.distance(row, key), score_mod.bias_of(i, j), slope);
+                        s, score_tile.distance(row, key), i, j, derivatives);
+                    const Element slope = derivatives.by_product;
                     const Element p = exponential(score - lse - rest), x_dot = score_mod.scale * w;
                     const Element relative =                // W - b
                         (SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(i, j) - b;

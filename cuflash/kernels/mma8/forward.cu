@@ -112,8 +112,8 @@ __device__ __forceinline__ void apply_score_mod(
                 const int query = visible.first_query + row, key = visible.k_start + column;
                 s[i][j][x] = score_mod.score(
                     s[i][j][x],
-                    static_cast<Element>(query + (shape.seqlen_k - shape.seqlen_q) - key),
-                    score_mod.bias_of(query, key));
+                    static_cast<Element>(query + (shape.seqlen_k - shape.seqlen_q) - key), query,
+                    key);
                 if (MASKED && !visible(row, column)) s[i][j][x] = -infinity();
             }
 }
@@ -203,7 +203,7 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
     const auto before = [&](int tile) {                     // the visited tile before `tile`
         return pair_mask.key_tile_before(coord.tile, tile, tiles.first);
     };
-    int tile = SEGMENTS ? before(tiles.num_visited) : tiles.num_visited - 1, next = 0;
+    int tile = SKIPS_TILES ? before(tiles.num_visited) : tiles.num_visited - 1, next = 0;
     if (tile >= tiles.first) {
         load_queries(shared, arrays, coord.batch, coord.head, q_start);
         loader.load_k(tile);

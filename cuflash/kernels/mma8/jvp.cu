@@ -156,9 +156,11 @@ __device__ __forceinline__ void compute_weights(
                 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     const int key = first_key + j * 8 + x;
-                    Element &p = s[i][j][half * 2 + x], &pw = w[i][j][half * 2 + x], slope;
-                    p = score_mod.score(p, static_cast<Element>(query + shift - key),
-                                        score_mod.bias_of(query, key), slope);
+                    Element &p = s[i][j][half * 2 + x], &pw = w[i][j][half * 2 + x];
+                    Derivatives<Element> derivatives;
+                    p = score_mod.score(
+                        p, static_cast<Element>(query + shift - key), query, key, derivatives);
+                    const Element slope = derivatives.by_product;
                     const Element x_dot = score_mod.scale * pw;
                     p = exponential(p - lse - rest);
                     pw = p * ((SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(query, key));
@@ -322,7 +324,7 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
 
     const Loader loader(shared, group, args, coord, direction);
     const auto before = [&](int tile, int count) {          // the count-th visited before `tile`
-        if constexpr (SEGMENTS) {
+        if constexpr (SKIPS_TILES) {
             for (; count > 0; --count)
                 tile = pair_mask.key_tile_before(coord.tile, tile, tiles.first);
             return tile;

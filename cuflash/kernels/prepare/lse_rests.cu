@@ -128,8 +128,7 @@ lse_rests(const __grid_constant__ Arguments call_args) {
             for (int j = 0; j < KEYS; ++j) {
                 const int key = k_start + lane + j * LANES;
                 if (!mask.visible(query, key) || !pair_mask.visible(query, key)) continue;
-                rows[i].add(score_mod.score(x[i][j], Real(query + shift - key),
-                                            score_mod.bias_of(query, key)), 1);
+                rows[i].add(score_mod.score(x[i][j], Real(query + shift - key), query, key), 1);
             }
         }
     }

@@ -1,16 +1,16 @@
-// What the rounding of a row's lse takes from it. Where a bias or slopes add a large number to all
-// scores of a row, lse = m + log l has lost digits of log l, and exp(S - lse) is off by one factor
-// in all pairs of the row. So prepare/lse_rests.cu finds the rest
+// What the rounding of a row's lse takes from it. Where a bias, slopes or score_mod add a large
+// number to all scores of a row, lse = m + log l has lost digits of log l, and exp(S - lse) is off
+// by one factor in all pairs of the row. So prepare/lse_rests.cu finds the rest
 //
 //     rest = (m - lse) + log l,   P = exp((S - lse) - rest)
 //
-// where S and m are rounded as lse is, and their differences from lse are exact. Without a bias or
-// slopes the scores are as large as lse is: their own roundings are no smaller
+// where S and m are rounded as lse is, and their differences from lse are exact. Without these the
+// scores are as large as lse is: their own roundings are no smaller
 // (docs/guide/accuracy.md).
 #pragma once
 #include "common/packed_sequences.cuh"
 
-constexpr bool HAS_LSE_RESTS = ALIBI || BIAS;
+constexpr bool HAS_LSE_RESTS = ALIBI || BIAS || SCORE_MOD;
 
 // Up to this |lse| rests are left out. The rounding of lse changes P by |lse| u at most, u = 2^-24
 // (2^-53) being the unit roundoff of lse: by no more than rounding P to Element does, 2^-12 of it

@@ -1,24 +1,42 @@
 // (query, key) pairs that a call masks within the bounds of mask.cuh: pairs of unequal segment ids
-// (SEGMENTS), and pairs where a boolean mask is 0 (HAS_MASK).
+// (SEGMENTS), pairs where a boolean mask is 0 (HAS_MASK), and pairs that the user's mask_mod hides
+// (MASK_MOD, expression.cuh).
 //
 // The ranges of ids that prepare/segment_ranges.cu computes (segment_ranges.cuh) answer for a whole
-// tile of pairs. A boolean mask may mask part of any tile.
+// tile of pairs, and so do the flags of prepare/tile_flags.cu for mask_mod (expression_flags.cuh).
+// A boolean mask may mask part of any tile.
 #pragma once
 #include "common/mask.cuh"
+#include "score/expression.cuh"
+#include "score/expression_flags.cuh"
 #include "score/segment_ranges.cuh"
 
-constexpr bool PAIRWISE = SEGMENTS || HAS_MASK;             // some pairs need a test of their own
+constexpr bool PAIRWISE = SEGMENTS || HAS_MASK || MASK_MOD;    // some pairs need their own test
+constexpr bool SKIPS_TILES = SEGMENTS || MASK_MOD;          // within the bounds of mask.cuh
 
-enum class Visibility { NONE, PARTLY, ALL };
+// The user's function of one head.
+template <class Arguments, bool> struct UserMask { MaskExpression user; };
+template <class Arguments> struct UserMask<Arguments, false> {};
 
 // One head's pairs. Strides and addresses are computed at each use, to keep registers free between.
-template <class Arguments> struct PairMaskOf {
+template <class Arguments> struct PairMaskOf : UserMask<Arguments, MASK_MOD> {
     const Arguments& args;
     int batch, head = 0;
 
     PairMaskOf(const Arguments& args, int batch) : args(args), batch(batch) {}
     void set_head(int new_head) {
-        if constexpr (HAS_MASK) head = new_head;
+        if constexpr (HAS_MASK || MASK_MOD) head = new_head;
+        if constexpr (MASK_MOD) {
+            const Shape& shape = arrays_of(args).shape;
+            if constexpr (PACKED)
+                set_user(args.options.sequence, shape.seqlen_q, shape.seqlen_k);
+            else
+                set_user(batch, shape.seqlen_q, shape.seqlen_k);
+        }
+    }
+    // After set_head(), in kernels whose blocks take one packed sequence after another.
+    void set_user(int sequence, int seqlen_q, int seqlen_k) {
+        if constexpr (MASK_MOD) this->user.set_head(args, sequence, head, seqlen_q, seqlen_k);
     }
 
     // A pair within the arrays.
@@ -27,6 +45,8 @@ template <class Arguments> struct PairMaskOf {
             if (id_of_query(query) != id_of_key(key)) return false;
         if constexpr (HAS_MASK)
             if (!keeps(query, key)) return false;
+        if constexpr (MASK_MOD)
+            if (!this->user.visible(query, key)) return false;
         return true;
     }
 
@@ -128,17 +148,24 @@ template <class Arguments> struct PairMaskOf {
 
     // ---- Tiles of pairs ----
 
-    // NONE holds for all heads.
+    // NONE holds for all heads that share the tile: with FLAGS_OF_GROUPS those of a group, without
+    // MASK_MOD all.
     Visibility visibility(int q_tile, int k_tile) const {
+        Visibility visibility = HAS_MASK ? Visibility::PARTLY : Visibility::ALL;
         if constexpr (SEGMENTS) {
             const IdRange q = ids_of_queries(q_tile), k = ids_of_keys(k_tile);
             if (disjoint(q, k)) return Visibility::NONE;
-            if (q.low != q.high || k.low != k.high) return Visibility::PARTLY;
+            if (q.low != q.high || k.low != k.high) visibility = Visibility::PARTLY;
         }
-        return HAS_MASK ? Visibility::PARTLY : Visibility::ALL;
+        if constexpr (MASK_MOD) {
+            const Visibility of_user =
+                user_visibility(this->user, args, batch, head, q_tile, k_tile);
+            if (of_user != Visibility::ALL) visibility = of_user;
+        }
+        return visibility;
     }
     bool skips(int q_tile, int k_tile) const {
-        return SEGMENTS && visibility(q_tile, k_tile) == Visibility::NONE;
+        return SKIPS_TILES && visibility(q_tile, k_tile) == Visibility::NONE;
     }
     bool sees_all(int q_tile, int k_tile) const {
         return !PAIRWISE || visibility(q_tile, k_tile) == Visibility::ALL;
@@ -147,14 +174,14 @@ template <class Arguments> struct PairMaskOf {
     // The last tile in [first, k_tile) that is not skipped; less than `first` if there is none.
     // Called by a whole warp, which tests 32 tiles at a time.
     int key_tile_before(int q_tile, int k_tile, int first) const {
-        if constexpr (SEGMENTS)
+        if constexpr (SKIPS_TILES)
             return last_tile(first, k_tile, [&](int tile) { return !skips(q_tile, tile); });
         else
             return k_tile - 1;
     }
     // The same of query tiles.
     int query_tile_before(int q_tile, int k_tile, int first) const {
-        if constexpr (SEGMENTS)
+        if constexpr (SKIPS_TILES)
             return last_tile(first, q_tile, [&](int tile) { return !skips(tile, k_tile); });
         else
             return q_tile - 1;
@@ -162,7 +189,7 @@ template <class Arguments> struct PairMaskOf {
 
     // The first tile in (q_tile, end) that is not skipped; `end` if there is none.
     int query_tile_after(int q_tile, int k_tile, int end) const {
-        if constexpr (SEGMENTS) {
+        if constexpr (SKIPS_TILES) {
             for (int start = q_tile + 1; start < end; start += 32) {
                 const int tile = start + threadIdx.x % 32;
                 const u32 visited =
@@ -197,7 +224,7 @@ template <class Arguments> struct PairMaskOf {
 
     // How many of the query tiles [first, end) are not skipped.
     int query_tiles_between(int first, int end, int k_tile) const {
-        if constexpr (SEGMENTS)
+        if constexpr (SKIPS_TILES)
             return count_tiles(first, end, [&](int tile) { return !skips(tile, k_tile); });
         else
             return end - first;
@@ -205,7 +232,7 @@ template <class Arguments> struct PairMaskOf {
 
     // How many of the key tiles [first, k_tile) are not skipped.
     int key_tiles_before(int q_tile, int k_tile, int first) const {
-        if constexpr (SEGMENTS)
+        if constexpr (SKIPS_TILES)
             return count_tiles(first, k_tile, [&](int tile) { return !skips(q_tile, tile); });
         else
             return k_tile - first;

@@ -18,7 +18,7 @@ struct QueryOrder {
     __device__ __forceinline__ QueryOrder(const PairMask& pair_mask, QueryTiles tiles, int k_tile)
         : pair_mask(pair_mask), tiles(tiles), k_tile(k_tile) {
         if constexpr (LAST_QUERIES_FIRST) first = after(tiles.end);
-        else first = SEGMENTS ? after(tiles.first - 1) : tiles.first;
+        else first = SKIPS_TILES ? after(tiles.first - 1) : tiles.first;
     }
     __device__ __forceinline__ int after(int tile) const {
         if constexpr (LAST_QUERIES_FIRST)

@@ -1,27 +1,41 @@
 // Score modifications: what happens to S = Q K^T before the softmax (docs/guide/options.md).
 //
-//     x = scale S,  x = cap tanh(x / cap),  x = x + (bias - slope |distance|)
+//     x = scale S,  x = cap tanh(x / cap),  x = x + (bias - slope |distance|),  x = f(x)
 //
-// distance = query + seqlen_k - seqlen_q - key: by how many tokens the key precedes the query.
+// distance = query + seqlen_k - seqlen_q - key: by how many tokens the key precedes the query. f is
+// the user's score_mod (SCORE_MOD, expression.cuh), a function of the pair's indices too.
 // Forward and backward call the same functions, so a pair has bitwise the same score in both.
 // Exceptions: the division that scores() shares among neighbours, the softcap's polynomials
 // (softcap.cuh), and ALiBi on tensor cores in sm90/forward.cu (alibi_mma.cuh).
 //
-// A call without SOFTCAP, ALIBI and BIAS has LINEAR scores, scale S, which kernels may compute in
-// other ways.
+// A call without SOFTCAP, ALIBI, BIAS and SCORE_MOD has LINEAR scores, scale S, which kernels may
+// compute in other ways. Where scores BEND, dx / d(scale S) is not 1.
 #pragma once
 #include "score/alibi.cuh"
 #include "score/bias.cuh"
+#include "score/expression.cuh"
 #include "score/sink.cuh"
 #include "score/softcap.cuh"
 
-constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS;
+constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD;
+constexpr bool BENDS = SOFTCAP || SCORE_MOD;
 
 template <class Real> struct SoftmaxScale { Real scale; };
 
+// The derivatives of a pair's score x.
+//
+// by_product: dx / d(scale S). by_bias: dx / dbias, the slope of f. argument: x before f, where f
+// has its other derivatives; only with SCORE_MOD.
+template <class Real> struct Derivatives { Real by_product = 1, by_bias = 1, argument = 0; };
+
+// The user's function of one head.
+template <class Real, bool> struct UserScore { ScoreExpression<Real> user; };
+template <class Real> struct UserScore<Real, false> {};
+
 // One head's score modifications.
 template <class Real>
-struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real> {
+struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>,
+                  UserScore<Real, SCORE_MOD> {
     using SoftmaxScale<Real>::scale;
 
     template <class Arguments>
@@ -31,6 +45,18 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
     template <class Arguments> void set_head(const Arguments& args, int batch, int head) {
         Alibi<Real>::set_head(args, batch, head);
         HeadBias<Real>::set_head(args, batch, head);
+        if constexpr (SCORE_MOD) {
+            const Shape& shape = arrays_of(args).shape;
+            if constexpr (PACKED)
+                set_user(args, args.options.sequence, head, shape.seqlen_q, shape.seqlen_k);
+            else
+                set_user(args, batch, head, shape.seqlen_q, shape.seqlen_k);
+        }
+    }
+    // After set_head(), in kernels whose blocks take one packed sequence after another.
+    template <class Arguments>
+    void set_user(const Arguments& args, int sequence, int head, int seqlen_q, int seqlen_k) {
+        if constexpr (SCORE_MOD) this->user.set_head(args, sequence, head, seqlen_q, seqlen_k);
     }
 
     // bias - slope |distance|
@@ -40,8 +66,8 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         else return bias;
     }
 
-    // The score modification: N products S become scores x. Any other modification belongs here,
-    // and its derivative with it.
+    // All but f: N products S become scores x. Any other modification belongs here, and its
+    // derivative with it.
     //
     // additive(i): the addend of the i-th. derivative: dx / d(scale S). With a softcap,
     // GROUP neighbours share one division: if one S is NaN, all scores of its group are.
@@ -51,7 +77,7 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         #pragma unroll
         for (int i = 0; i < N; ++i) {
             if constexpr (!SOFTCAP) derivative[i] = 1;
-            if constexpr (LINEAR) x[i] = rounded(x[i], scale);
+            if constexpr (!SOFTCAP && !ALIBI && !BIAS) x[i] = rounded(x[i], scale);
             else if constexpr (!SOFTCAP) x[i] = fma(x[i], scale, additive(i));
             else if constexpr (ALIBI || BIAS) x[i] += additive(i);
         }
@@ -68,11 +94,18 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         }
     }
 
-    // The same for one product.
-    Real score(Real product, Real distance, Real bias, Real& derivative) const {
+    // The score of one product.
+    Real score(
+        Real product, Real distance, int query, int key, Derivatives<Real>& derivatives) const {
+        const Real bias = this->bias_of(query, key);
         Real x[1] = {product}, slope_of_x[1];
         scores<1>(x, [&](int) { return addend(distance, bias); }, slope_of_x);
-        derivative = slope_of_x[0];
+        derivatives.by_product = slope_of_x[0];
+        if constexpr (SCORE_MOD) {
+            derivatives.argument = x[0];
+            x[0] = this->user.score(x[0], query, key, derivatives.by_bias);
+            derivatives.by_product *= derivatives.by_bias;
+        }
         return x[0];
     }
     // g' = d^2 x / d(scale S)^2 = -2 g tanh(scale S / cap) / cap of one product.
@@ -87,8 +120,17 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         }
     }
 
-    Real score(Real product, Real distance, Real bias) const {
-        Real derivative;
-        return score(product, distance, bias, derivative);
+    // Adds what a pair contributes to the gradients of the user's arrays (DMOD). ds: the gradient
+    // of its score, 0 of a masked pair.
+    void add_gradients(const Derivatives<Real>& derivatives, Real ds, int query, int key) const {
+        if constexpr (DMOD)
+            if (ds != 0) this->user.add_gradients(derivatives.argument, ds, query, key);
+    }
+    Real score(Real product, Real distance, int query, int key) const {
+        const Real bias = this->bias_of(query, key);
+        Real x[1] = {product}, slope_of_x[1];
+        scores<1>(x, [&](int) { return addend(distance, bias); }, slope_of_x);
+        if constexpr (SCORE_MOD) return this->user.score(x[0], query, key);
+        else return x[0];
     }
 };

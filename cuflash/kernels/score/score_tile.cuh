@@ -10,6 +10,9 @@
 #include "score/pair_mask.cuh"
 #include "score/score_mod.cuh"
 
+// Whether the gradients of scores are summed for more than dQ, dK and dV.
+constexpr bool SUMS_SCORES = DBIAS || DMOD;
+
 struct ScoreTile {
     using Real = Accumulator<Element>;
     Mask<CAUSAL, WINDOW> mask;
@@ -35,6 +38,19 @@ struct ScoreTile {
         rests.set_head(args, batch, head);
     }
 
+    // Before the first head is set: which tiles the heads of a group visit.
+    __device__ __forceinline__ void set_group(int first_head) {
+        if constexpr (MASK_MOD) pair_mask.set_head(first_head);
+    }
+
+    // Adds ds, the gradient of a pair's score, to the sums of dbias and of the user's arrays. It is
+    // 0 of a masked pair.
+    __device__ __forceinline__ void add_gradients(
+        const Derivatives<Real>& derivatives, Real ds, int query, int key) const {
+        if constexpr (DBIAS) dbias.add(query, key, SCORE_MOD ? ds * derivatives.by_bias : ds);
+        score_mod.add_gradients(derivatives, ds, query, key);
+    }
+
     // Row i is a query of the tile, column j a key. No row past seqlen_q is visible.
     __device__ __forceinline__ bool visible(int i, int j) const {
         const bool in_mask =
@@ -50,7 +66,7 @@ struct ScoreTile {
     // The rank of key tile k_tile among those that add to dQ of query tile q_tile, which its
     // semaphore counts from the first one that visits it. Whole warp.
     __device__ __forceinline__ int dq_rank(int q_tile, int k_tile) const {
-        if constexpr (DETERMINISTIC && (WINDOW || SEGMENTS))
+        if constexpr (DETERMINISTIC && (WINDOW || SKIPS_TILES))
             return pair_mask.key_tiles_before(
                 q_tile, k_tile, mask.first_key(q_tile * BLOCK_Q) / BLOCK_K);
         else

@@ -30,13 +30,13 @@ inline bool is_masked(const HeadOptions<Real>& options, int query, int key) {
 inline Weight weight_of(
     Real s, Real dp, const Query& query, const LseRests<Real>& rests,
     const HeadOptions<Real>& options, int i, int j, int shift) {
-    Real derivative;
-    const Real x = options.score_mod.score(
-        s, Real(i + shift - j), options.score_mod.bias_of(i, j), derivative);
+    Derivatives<Real> derivatives;
+    const Real x = options.score_mod.score(s, Real(i + shift - j), i, j, derivatives);
     const Real p = exp(x - query.lse - rests.of(i, query.lse));
     const Real z = options.dropout.z(i, j);
     const Real dx = p * ((DROPOUT ? z * dp : dp) - query.delta);
-    return {DROPOUT ? p * z : p, SOFTCAP ? dx * derivative : dx, dx};
+    return {DROPOUT ? p * z : p, BENDS ? dx * derivatives.by_product : dx,
+            SCORE_MOD ? dx * derivatives.by_bias : dx};
 }
 
 // One head's pieces of all arrays.

@@ -33,9 +33,9 @@ inline SecondWeight second_weight_of(
     const HeadOptions<Real>& options, const BiasTangent<Real>& bias_tangent, int i, int j,
     int shift) {
     const ScoreMod<Real>& score_mod = options.score_mod;
-    Real slope;
-    const Real x = score_mod.score(
-        products.s, Real(i + shift - j), score_mod.bias_of(i, j), slope);
+    Derivatives<Real> derivatives;
+    const Real x = score_mod.score(products.s, Real(i + shift - j), i, j, derivatives);
+    const Real slope = derivatives.by_product;
     const Real p = exp(x - query.lse - rests.of(i, query.lse)), z = options.dropout.z(i, j);
     const Real x_dot = score_mod.scale * products.x_dot;
     const Real relative = slope * x_dot + bias_tangent.at(i, j) - query.b;   // W - b

@@ -55,8 +55,8 @@ inline void compute_scores(
         x, shared.q[row], shared.kv, thread_of_row, THREADS_PER_ROW);
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
-        x[n] = score_mod.score(x[n], Real(query + shift - k_start - j),
-                               score_mod.bias_of(query, k_start + j));
+        x[n] = score_mod.score(
+            x[n], Real(query + shift - k_start - j), query, k_start + j);
         if (j < BLOCK_K) shared.p[row][j] = x[n];
     }
 }

@@ -123,10 +123,10 @@ inline void compute_scores(
         of_k, shared.q[row], shared.kv_dot, thread_of_row, THREADS_PER_ROW);
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
-        Real slope;
-        own.x[n] = score_mod.score(own.x[n], Real(query + shift - k_start - j),
-                                   score_mod.bias_of(query, k_start + j), slope);
-        own.w[n] = slope * (score_mod.scale * (own.w[n] + of_k[n]))
+        Derivatives<Real> derivatives;
+        own.x[n] = score_mod.score(
+            own.x[n], Real(query + shift - k_start - j), query, k_start + j, derivatives);
+        own.w[n] = derivatives.by_product * (score_mod.scale * (own.w[n] + of_k[n]))
                  + bias_tangent.at(query, k_start + j);
         if (j >= BLOCK_K) continue;
         shared.p[row][j] = own.x[n];

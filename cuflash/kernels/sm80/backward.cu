@@ -56,7 +56,7 @@ struct QueryLoader {
     int tiles_of_head;
     const u16 *q, *dout;                                    // this thread's first chunk
     i64 row;                                                // in lse and delta
-    int loads_left;                                         // tiles; with SEGMENTS heads
+    int loads_left;                                         // tiles; with SKIPS_TILES heads
     int next_tile;
 
     __device__ __forceinline__ QueryLoader(
@@ -74,14 +74,14 @@ struct QueryLoader {
             dos.token);
         row = (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + first_head)
             * rows_of_head(args) + first_row;
-        loads_left = SEGMENTS ? (order.has(order.first) ? group_size : 0)
+        loads_left = SKIPS_TILES ? (order.has(order.first) ? group_size : 0)
                               : tiles_of_head * group_size;
         next_tile = order.first;
     }
 
     // Starts the next load, to `stage`, unless all tiles are loaded.
     __device__ __forceinline__ void load(SharedPlan& shared, int stage) {
-        if (SEGMENTS ? loads_left <= 0 : loads_left-- <= 0) return;
+        if (SKIPS_TILES ? loads_left <= 0 : loads_left-- <= 0) return;
         const Shape& shape = arrays.shape;
         const int num_rows = shape.seqlen_q - next_tile * BLOCK_Q;
         load_tile<BLOCK_Q, HEAD_DIM, THREADS, missing<PADDED>(true)>(
@@ -104,12 +104,12 @@ private:
     // To the next tile that is visited, of this head or the next.
     __device__ __forceinline__ void advance() {
         int tile_step = 1, head_step = 0;
-        if constexpr (SEGMENTS || LAST_QUERIES_FIRST) {
+        if constexpr (SKIPS_TILES || LAST_QUERIES_FIRST) {
             const int loaded = next_tile;
             next_tile = order.after(loaded);
             head_step = order.has(next_tile) ? 0 : 1;
             if (head_step) next_tile = order.first;
-            if (SEGMENTS) loads_left -= head_step;
+            if (SKIPS_TILES) loads_left -= head_step;
             tile_step = next_tile - loaded;
         } else if (++next_tile == order.tiles.end) {
             next_tile = order.first;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_keys(
 __device__ __forceinline__ bool load_first_tiles(
     SharedPlan& shared, QueryLoader& loader, TileCoord coord, int k_start, int num_rows) {
     load_keys(shared, loader.arrays, coord, k_start, num_rows);
-    if (WINDOW || SEGMENTS || PACKED) cp_async_commit();    // there may be no query tile
+    if (WINDOW || SKIPS_TILES || PACKED) cp_async_commit();    // there may be no query tile
     loader.load(shared, 0);
     cp_async_wait<0>();
     const bool k_nonfinite = __syncthreads_or(
@@ -169,7 +169,7 @@ __device__ __forceinline__ void compute_p_and_ds(
     SharedPlan& shared, const ScoreTile& score_tile, int stage) {
     Scores s;                                               // S, then P
     score_gemm<HEAD_DIM>(s, shared_address(&shared.q[stage]), shared_address(&shared.k));
-    Scores derivatives;                                     // of scores; only with SOFTCAP
+    ScoreDerivatives derivatives;
     probabilities(s, derivatives, shared_address(&shared.lse[stage]), score_tile);
     if constexpr (MASKED) apply_mask(s, score_tile);
     PackedScores p;
@@ -184,17 +184,17 @@ __device__ __forceinline__ void compute_p_and_ds(
         pack_fragments<Element>(p, s);
     }
     store_scores(shared_address(&shared.p), p);
-    if constexpr (SOFTCAP && !DBIAS) multiply(s, derivatives);
-    if constexpr (SOFTCAP || DROPOUT) pack_fragments<Element>(p, s);
+    if constexpr (BENDS && !SUMS_SCORES) multiply(s, derivatives.by_product);
+    if constexpr (BENDS || DROPOUT) pack_fragments<Element>(p, s);
 
     Scores ds;                                              // dP, then dS
     score_gemm<HEAD_DIM_V>(ds, shared_address(&shared.dout[stage]), shared_address(&shared.v));
     if constexpr (DROPOUT) apply_dropout(ds, kept, score_tile);
     score_gradients(ds, p, shared_address(&shared.delta[stage]));
-    if constexpr (DBIAS) {                                  // sums dS without `derivatives`
+    if constexpr (SUMS_SCORES) {                            // dS without `derivatives`
         if constexpr (MASKED) apply_mask(ds, score_tile);
-        add_dbias(ds, score_tile);
-        if constexpr (SOFTCAP) multiply(ds, derivatives);
+        add_score_gradients(ds, derivatives, score_tile);
+        if constexpr (BENDS) multiply(ds, derivatives.by_product);
     }
     if constexpr (MASKED) apply_mask(ds, score_tile);
     pack_fragments<Element>(p, ds);
@@ -236,8 +236,9 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     const int k_start = coord.tile * BLOCK_K;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
-    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size;
+    score_tile.set_group(first_head);
+    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     QueryLoader loader(args, order, coord, first_head, group_size);
 
     KeyGrid::Fragments dk;

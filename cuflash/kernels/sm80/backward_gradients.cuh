@@ -118,7 +118,7 @@ __device__ __forceinline__ void add_nonfinite_terms(
                 const float delta =
                     static_cast<const float*>(arrays.delta)[pair * rows_of_head(args) + query];
                 const float s = row_product(q, query, k, key, shape.head_dim);
-                float derivative = 1.0f;
+                Derivatives<float> derivatives;
                 const float distance =
                     static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key);
                 const float p = LINEAR
@@ -126,11 +126,12 @@ __device__ __forceinline__ void add_nonfinite_terms(
                     : weight_beside(
                           score_tile.rests.of(query, lse),
                           score_tile.score_mod.score(
-                              s, distance, score_tile.score_mod.bias_of(query, key), derivative),
+                              s, distance, query, key, derivatives),
                           effective_lse(lse));
                 const float z = score_tile.dropout.z(query, key);
                 const float dp = row_product(dout, query, v, key, shape.head_dim_v);
-                const float ds = p * ((DROPOUT ? z * dp : dp) - delta) * derivative;
+                const float ds = p * ((DROPOUT ? z * dp : dp) - delta)
+                               * derivatives.by_product;
                 for (int d = lane; d < shape.head_dim_v; d += 32)
                     add_if_nonfinite(dv[d], DROPOUT ? z * p : p, dout.at(query, d));
                 for (int d = lane; d < shape.head_dim; d += 32) {

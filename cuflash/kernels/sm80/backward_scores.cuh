@@ -35,9 +35,12 @@ __device__ __forceinline__ void score_gemm(Scores& d, u32 a_tile, u32 b_tile) {
                                 ScoreColumns(b_tile, ScoreGrid::first_column()));
 }
 
-// P = exp(scale S - lse), or of the modified scores, whose slopes go to `derivatives`. S becomes P.
+// The derivatives of scores (score_mod.cuh), where they BEND.
+struct ScoreDerivatives { Scores by_product, by_bias, argument; };
+
+// P = exp(scale S - lse), or of the modified scores. S becomes P.
 __device__ __forceinline__ void probabilities(
-    Scores& s, Scores& derivatives, u32 lse_rows, const ScoreTile& score_tile) {
+    Scores& s, ScoreDerivatives& derivatives, u32 lse_rows, const ScoreTile& score_tile) {
     const int shift = score_tile.mask.seqlen_k - score_tile.mask.seqlen_q;
     const int first_key = lane_key(score_tile);
     #pragma unroll
@@ -55,11 +58,13 @@ __device__ __forceinline__ void probabilities(
                     if constexpr (LINEAR) {
                         s[i][j][x] = weight(s[i][j][x], score_tile.score_mod.scale, lse);
                     } else {
+                        Derivatives<float> of_pair;
                         const float score = score_tile.score_mod.score(
                             s[i][j][x], distance - static_cast<float>(j * 8 + x % 2),
-                            score_tile.score_mod.bias_of(
-                                score_tile.q_start + row, first_key + j * 8 + x % 2),
-                            derivatives[i][j][x]);
+                            score_tile.q_start + row, first_key + j * 8 + x % 2, of_pair);
+                        derivatives.by_product[i][j][x] = of_pair.by_product;
+                        derivatives.by_bias[i][j][x] = of_pair.by_bias;
+                        derivatives.argument[i][j][x] = of_pair.argument;
                         s[i][j][x] = weight_beside(rest, score, lse);
                     }
         }
@@ -129,8 +134,8 @@ __device__ __forceinline__ void apply_mask(Scores& x, const ScoreTile& score_til
         }
 }
 
-// dS = P (dP - delta), from the rounded P (times the scores' derivatives with SOFTCAP). dP becomes
-// dS.
+// dS = P (dP - delta), from the rounded P (times the scores' derivatives where they BEND). dP
+// becomes dS.
 __device__ __forceinline__ void score_gradients(Scores& dp, const PackedScores& p, u32 delta_rows) {
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
@@ -147,8 +152,9 @@ __device__ __forceinline__ void score_gradients(Scores& dp, const PackedScores& 
         }
 }
 
-// Adds the lane's dS to the sums of dbias.
-__device__ __forceinline__ void add_dbias(const Scores& ds, const ScoreTile& score_tile) {
+// Adds the lane's dS, the gradients of scores, to the sums of dbias and of the user's arrays.
+__device__ __forceinline__ void add_score_gradients(
+    const Scores& ds, const ScoreDerivatives& derivatives, const ScoreTile& score_tile) {
     const int first_query = lane_query(score_tile), first_key = lane_key(score_tile);
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
@@ -156,8 +162,10 @@ __device__ __forceinline__ void add_dbias(const Scores& ds, const ScoreTile& sco
         for (int j = 0; j < ScoreGrid::N_TILES; ++j)
             #pragma unroll
             for (int x = 0; x < 4; ++x)
-                score_tile.dbias.add(first_query + i * 16 + x / 2 * 8, first_key + j * 8 + x % 2,
-                                     ds[i][j][x]);
+                score_tile.add_gradients(
+                    {derivatives.by_product[i][j][x], derivatives.by_bias[i][j][x],
+                     derivatives.argument[i][j][x]},
+                    ds[i][j][x], first_query + i * 16 + x / 2 * 8, first_key + j * 8 + x % 2);
 }
 
 __device__ __forceinline__ void store_scores(u32 tile, const PackedScores& packed) {

@@ -52,10 +52,10 @@ __device__ __forceinline__ void probabilities_and_tangents(
         if constexpr (LINEAR) {
             s[i][j][n] = weight(product, score_mod.scale, lse);
         } else {
-            float slope;
+            Derivatives<float> derivatives;
             const float score = score_mod.score(
-                product, static_cast<float>(query + shift - key), score_mod.bias_of(query, key),
-                slope);
+                product, static_cast<float>(query + shift - key), query, key, derivatives);
+            const float slope = derivatives.by_product;
             s[i][j][n] = weight_beside(score_tile.rest(row, lse), score, lse);
             if constexpr (SOFTCAP) {
                 slopes[i][j][n] = slope;
@@ -78,6 +78,19 @@ __device__ __forceinline__ void second_weights(
         dp[i][j][n] = ds;
         w[i][j][n] *= weight;
     });
+}
+
+// Adds the lane's T to the sums of dbias's gradient.
+__device__ __forceinline__ void add_dbias(const Scores& t, const ScoreTile& score_tile) {
+    const int first_query = lane_query(score_tile), first_key = lane_key(score_tile);
+    #pragma unroll
+    for (int i = 0; i < ScoreGrid::M_TILES; ++i)
+        #pragma unroll
+        for (int j = 0; j < ScoreGrid::N_TILES; ++j)
+            #pragma unroll
+            for (int x = 0; x < 4; ++x)
+                score_tile.dbias.add(first_query + i * 16 + x / 2 * 8, first_key + j * 8 + x % 2,
+                                     t[i][j][x]);
 }
 
 // T_X = g T + g' dS X and g dS, instead of T and dS.

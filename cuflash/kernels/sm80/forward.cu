@@ -45,25 +45,25 @@ struct KeyLoader {
     int last_tile;
 
     // Tiles are loaded from the last to the first: each call moves the pointer back by one tile,
-    // except with SEGMENTS. RAGGED: the tile may reach past the last key.
+    // except with SKIPS_TILES. RAGGED: the tile may reach past the last key.
     template <bool RAGGED> __device__ __forceinline__ void load_k(int tile) {
         load_tile<BLOCK_K, HEAD_DIM, THREADS, missing<PADDED>(RAGGED)>(
             k_smem, source(k, tile, k_stride), k_stride, shape.seqlen_k - tile * BLOCK_K,
             shape.head_dim);
         cp_async_commit();
-        if (!SEGMENTS) k -= BLOCK_K * k_stride;
+        if (!SKIPS_TILES) k -= BLOCK_K * k_stride;
     }
     template <bool RAGGED> __device__ __forceinline__ void load_v(int tile) {
         load_tile<BLOCK_K, HEAD_DIM_V, THREADS, missing<PADDED>(RAGGED)>(
             v_smem, source(v, tile, v_stride), v_stride, shape.seqlen_k - tile * BLOCK_K,
             shape.head_dim_v);
         cp_async_commit();
-        if (!SEGMENTS) v -= BLOCK_K * v_stride;
+        if (!SKIPS_TILES) v -= BLOCK_K * v_stride;
     }
 
 private:
     __device__ __forceinline__ const u16* source(const u16* next, int tile, i64 stride) const {
-        if constexpr (SEGMENTS)                             // tiles may be skipped
+        if constexpr (SKIPS_TILES)                          // tiles may be skipped
             return next - (last_tile - tile) * (BLOCK_K * stride);
         else
             return next;

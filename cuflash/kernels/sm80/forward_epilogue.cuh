@@ -106,7 +106,7 @@ __device__ __forceinline__ void add_nonfinite_terms(
             if (!LINEAR)
                 score = query_tile.score_mod.score(
                     score, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key),
-                    query_tile.score_mod.bias_of(query, key));
+                    query, key);
             float weight = row_max[row] == -infinity()
                 ? 0.0f
                 : exp2_of_product(score, scale_log2, finite_reference(row_max[row], scale_log2));

@@ -71,8 +71,8 @@ __device__ __forceinline__ void apply_score_mod(
                 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     float& score = s[i][j][half * 2 + x];
-                    score = score_mod.score(score, distance - static_cast<float>(j * 8 + x),
-                                            score_mod.bias_of(query, first_key + j * 8 + x));
+                    score = score_mod.score(score, distance - static_cast<float>(j * 8 + x), query,
+                                            first_key + j * 8 + x);
                 }
         }
 }

@@ -53,15 +53,16 @@ __device__ __forceinline__ void apply_score_mod(
     const ScoreMod<float>& score_mod = query_tile.score_mod;
     const int shift = query_tile.mask.seqlen_k - query_tile.mask.seqlen_q;
     for_each_pair(query_tile, k_start, [&](int i, int j, int n, int query, int key) {
-        float slope = 1.0f, &score = s[i][j][n];
+        float& score = s[i][j][n];
+        Derivatives<float> derivatives;
         if constexpr (!LINEAR)
-            score = score_mod.score(score, static_cast<float>(query + shift - key),
-                                    score_mod.bias_of(query, key), slope);
+            score = score_mod.score(
+                score, static_cast<float>(query + shift - key), query, key, derivatives);
         #pragma unroll
         for (int v = 0; v < DIRECTIONS; ++v) {
             float& w = x[v][i][j][n];
             w *= score_mod.scale;
-            if constexpr (SOFTCAP) w *= slope;
+            if constexpr (SOFTCAP) w *= derivatives.by_product;
             if constexpr (BIAS_DOT) w += bias_tangent.at(query, key, v);
         }
     });

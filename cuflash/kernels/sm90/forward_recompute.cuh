@@ -45,7 +45,7 @@ struct QueryRow {
         if (!LINEAR)
             s = score_mod.score(
                 s, static_cast<float>(query + (shape.seqlen_k - shape.seqlen_q) - key),
-                score_mod.bias_of(query, key));
+                query, key);
         return NEGATE_SCORES ? -s : s;
     }
 };

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cuflash.errors import UnsupportedError
-from cuflash.request import checks
-from cuflash.request.options import ARRAYS, TABLE
+from cuflash.request import checks, traced
+from cuflash.request.options import ARRAYS, BY_NAME, TABLE
 from cuflash.request.problem import Call, Layout, Signature
 from cuflash.request.validate.arrays import (
     AXES,
@@ -15,7 +15,11 @@ from cuflash.request.validate.arrays import (
     MAX_LENGTH_OF_OPTIONS,
     Arrays,
 )
-from cuflash.request.validate.descriptions import describe, remembered
+from cuflash.request.validate.descriptions import (
+    describe,
+    layout_of,
+    remembered,
+)
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.memory import check_apart
 from cuflash.request.validate.option_arrays import Sizes, check
@@ -61,8 +65,8 @@ def forward(
         return_lse=checks.flag("return_lse", return_lse),
     )
     if out is not None:
-        check_apart({"out": out}, {**given, **asked[2]})
-    return Call(signature, given, out, *asked[2:])
+        check_apart({"out": out}, {**given, **asked.arrays})
+    return Call(signature, given, out, *asked[2:4], mod_numbers=asked.numbers)
 
 
 def backward(
@@ -104,22 +108,51 @@ def backward(
         deterministic=checks.flag("deterministic", deterministic),
     )
     if written:
-        check_apart(written, {**given, **asked[2]})
-    return Call(signature, given, None, *asked[2:], given_gradients=written)
+        check_apart(written, {**given, **asked.arrays})
+    return Call(
+        signature, given, None, *asked[2:4], given_gradients=written,
+        mod_numbers=asked.numbers,
+    )  # fmt: skip
 
 
-NO_OPTIONS: tuple[Numbers, tuple[()], dict[str, Any], int] = ((), (), {}, 0)
+class Asked(NamedTuple):
+    """The options of a call.
+
+    Attributes
+    ----------
+    scalars : tuple of (str, object)
+        Fields of its problem.
+    seen : tuple of tuple
+        Its arrays without their data: `descriptions.describe`.
+    arrays : dict
+        Its arrays, those of `mod_arrays` by slot.
+    seed : int
+    numbers : tuple
+        Those of `mod_arrays`.
+    """
+
+    scalars: Numbers = ()
+    seen: tuple[tuple, ...] = ()
+    arrays: dict[str, Any] = {}
+    seed: int = 0
+    numbers: tuple[Any, ...] = ()
 
 
-def split_options(
-    options: dict[str, Any],
-) -> tuple[Numbers, tuple[tuple, ...], dict[str, Any], int]:
-    """Split options: scalars, array descriptions, arrays and the seed."""
+NO_OPTIONS = Asked()
+
+
+def split_options(options: dict[str, Any]) -> Asked:
+    """Check what no shape decides of a call's options."""
     if not options:
         return NO_OPTIONS
     scalars, seed = numbers_of(options)
     arrays = {name: options[name] for name in ARRAYS if name in options}
-    return scalars, describe(arrays), arrays, seed
+    functions = traced.recorded(options)
+    if functions.fields:
+        scalars = *scalars, *functions.fields
+        for i, name in enumerate(functions.names):
+            arrays[traced.slot(i)] = options[name]
+    return Asked(scalars, describe(arrays), arrays, seed, functions.numbers)
 
 
 @remembered
@@ -160,6 +193,9 @@ def signature_of(
             f"precision is {precision!r}, which is for float32 arrays, got "
             f"{arrays.dtype}: leave it out, or convert q, k and v to float32"
         )
+    _check_direction(direction, numbers_asked)
+    mods = {x[0]: layout_of(x) for x in seen_options if x[0] not in BY_NAME}
+    seen_options = tuple(x for x in seen_options if x[0] not in mods)
     options = _check_options(arrays, asked, seen_options)
     shapes = {name: tuple(shape) for name, shape, *_ in seen_options}
     bias_shape = shapes.get("bias", ())
@@ -186,9 +222,18 @@ def signature_of(
         **fields_of(options, bias_shape),
     )
     return Signature(
-        problem, arrays.rank, arrays.layouts(), return_lse, options,
-        bias_shape,
+        problem, arrays.rank, arrays.layouts(), return_lse,
+        {**options, **mods}, bias_shape,
     )  # fmt: skip
+
+
+def _check_direction(direction: str, asked: dict[str, Any]) -> None:
+    for name in ("score_mod", "mask_mod"):
+        if name in asked and direction not in ("forward", "backward"):
+            raise UnsupportedError(
+                f"{direction} is given {name}, which only forward and"
+                " backward take so far"
+            )
 
 
 def _check_options(

@@ -57,7 +57,7 @@ def jvp(
         *asked[:2],
         return_lse=checks.flag("return_lse", return_lse),
     )
-    return Call(signature, given, None, *asked[2:], tangents=moved)
+    return Call(signature, given, None, *asked[2:4], tangents=moved)
 
 
 def double_backward(
@@ -103,7 +103,7 @@ def double_backward(
         *asked[:2],
         deterministic=checks.flag("deterministic", deterministic),
     )
-    return Call(signature, given, None, *asked[2:], tangents=moved)
+    return Call(signature, given, None, *asked[2:4], tangents=moved)
 
 
 def _tangents_of(

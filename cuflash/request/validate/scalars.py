@@ -129,7 +129,13 @@ def numbers_of(given: Mapping[str, Any]) -> tuple[Numbers, int]:
         for option in TABLE
         if option.of_gradients and option.check and option.name in given
     }
-    _check_partners({n: x for n, x in given.items() if gradients.get(n, True)})
+    _check_partners(
+        {
+            name: x
+            for name, x in given.items()
+            if name in BY_NAME and gradients.get(name, True)
+        }
+    )
     scalars = {}
     for option in TABLE:
         if option.check and option.name in given:

@@ -1,0 +1,140 @@
+"""What values the ints of a graph may have, whatever a call's lengths.
+
+From these the text takes 32 bits where they do, and leaves out the test of an
+index that cannot be negative.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from cuflash.expressions import nodes
+from cuflash.expressions.nodes import Node
+
+Range = tuple[float, float]
+
+# Sequences of calls with options have fewer tokens, arrays' axes fewer
+# elements, than 2^30 and 2^31 (request/validate).
+_TOKENS = (0, 2**30 - 1)
+_INT32 = (-(2**31), 2**31 - 1)
+_ALL = (-math.inf, math.inf)
+_INDICES: dict[str, Range] = {
+    "b": (0, _INT32[1]),
+    "h": (0, _INT32[1]),
+    "q_idx": _TOKENS,
+    "kv_idx": _TOKENS,
+    "seqlen_q": (0, 2**30),
+    "seqlen_k": (0, 2**30),
+}
+
+
+def _corners(function: Callable[[float, float], float]) -> Callable:
+    def of(a: Range, b: Range) -> Range:
+        values = [function(x, y) for x in a for y in b]
+        if any(math.isnan(x) for x in values):
+            return _ALL
+        return min(values), max(values)
+
+    return of
+
+
+def _multiply(x: float, y: float) -> float:
+    return 0 if 0 in (x, y) else x * y
+
+
+def _floor_divide(a: Range, b: Range) -> Range:
+    if b[0] > 0:
+        return _corners(lambda x, y: x if math.isinf(x) else x // y)(a, b)
+    most = max(abs(x) for x in a)
+    return -most, most
+
+
+def _remainder(a: Range, b: Range) -> Range:
+    if b[0] > 0:
+        return 0, b[1] - 1
+    return min(b[0], 0), max(b[1], 0)
+
+
+def _shift(a: Range, b: Range, left: bool) -> Range:
+    if b[0] != b[1] or not 0 <= b[0] <= 62:
+        return _ALL if left else (min(a[0], 0), max(a[1], 0))
+    power = 2.0 ** b[0]
+    if left:
+        return a[0] * power, a[1] * power
+    low, high = (x if math.isinf(x) else x // power for x in a)
+    return low, high
+
+
+def _bits(a: Range, b: Range) -> Range:
+    """Of &, | and ^ : as many bits as the larger operand."""
+    most = max(abs(x) for x in (*a, *b))
+    if math.isinf(most):
+        return _ALL
+    power = 2.0 ** math.ceil(math.log2(most + 2))
+    return (0 if min(a[0], b[0]) >= 0 else -power), power
+
+
+_OPERATIONS: dict[str, Callable[..., Range]] = {
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "subtract": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "multiply": _corners(_multiply),
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "negative": lambda a: (-a[1], -a[0]),
+    "absolute": lambda a: (
+        max(a[0], -a[1], 0), max(abs(a[0]), abs(a[1]))
+    ),
+    "sign": lambda a: (-1, 1),
+    "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "where": lambda _, a, b: (min(a[0], b[0]), max(a[1], b[1])),
+    "bitwise_and": _bits,
+    "bitwise_or": _bits,
+    "bitwise_xor": _bits,
+    "invert": lambda a: (-a[1] - 1, -a[0] - 1),
+    "left_shift": lambda a, b: _shift(a, b, left=True),
+    "right_shift": lambda a, b: _shift(a, b, left=False),
+    "to_int": lambda a: a,
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=65536)
+def _known(root: Node) -> dict[Node, Range]:
+    found: dict[Node, Range] = {}
+    for node in nodes.in_order([root]):
+        found[node] = _of(node, [found[x] for x in node.args])
+    return found
+
+
+def _of(node: Node, args: list[Range]) -> Range:
+    if node.kind == "bool":
+        return 0, 1
+    if node.kind == "real":
+        return _ALL
+    if node.is_constant:
+        return node.value, node.value
+    if node.op == "index":
+        return _INDICES[node.value]
+    if node.op == "size":
+        return 0, _INT32[1]
+    if node.op == "gather":
+        limits = np.iinfo(np.dtype(node.value[1]))
+        return min(int(limits.min), 0), int(limits.max)
+    if node.op == "number":
+        return _ALL
+    low, high = _OPERATIONS[node.op](*args)
+    return (low, high) if low <= high else _ALL
+
+
+def range_of(node: Node) -> Range:
+    """The smallest and the largest value that an int may have."""
+    return _known(node)[node]
+
+
+def fits_int32(node: Node) -> bool:
+    low, high = range_of(node)
+    return _INT32[0] <= low and high <= _INT32[1]

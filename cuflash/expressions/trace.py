@@ -1,0 +1,776 @@
+"""Records a user's function: calls it once, with symbols for its arguments.
+
+Operators, NumPy's functions and PyTorch's on symbols make nodes. What cannot
+be recorded raises an `ExpressionError` that names the user's line.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from cuflash.errors import CuflashError, ExpressionError, in_words
+from cuflash.expressions import nodes
+from cuflash.expressions.functions import (
+    BY_UFUNC,
+    LOGICAL,
+    apply,
+    converted,
+)
+from cuflash.expressions.nodes import INDICES, LENGTHS, SCORE, Kind, Node
+
+# A graph of more nodes is a loop that its author did not mean to unroll.
+MOST_NODES = 2000
+
+_HERE = str(Path(__file__).parent)
+_POSITIONAL = {
+    "score_mod": ("score", *INDICES),
+    "mask_mod": INDICES,
+}
+
+
+@dataclass(frozen=True)
+class ArrayKind:
+    """An array of `mod_arrays` as a text is made for it.
+
+    Attributes
+    ----------
+    dtype : str
+    ndim : int
+    unit : tuple of int
+        The axes along which its elements are neighbours.
+    """
+
+    dtype: str
+    ndim: int
+    unit: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What `mod_arrays` holds, by name: kinds of arrays and of numbers.
+
+    Slots count in the order of these tuples.
+    """
+
+    arrays: tuple[tuple[str, ArrayKind], ...] = ()
+    numbers: tuple[tuple[str, Kind], ...] = ()
+
+
+# ---- Errors ----
+
+
+def _place() -> str:
+    """The user's file and line, by the first frame that is not ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        ours = file.startswith(_HERE) or f"{Path('/numpy/')}" in file
+        if not ours and not file.startswith("<"):
+            return f"{file}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown place"
+
+
+def refuse(what: str, cure: str, at: str = "") -> NoReturn:
+    """Raise the error of something that cannot be recorded."""
+    raise ExpressionError(f"{at or _place()}: {what}: {cure}")
+
+
+_IF = (
+    "`if`, `and`, `or`, `not`, `while`, min() and max() need one truth"
+    " value, a traced value stands for those of all pairs",
+    "write np.where(condition, a, b), (a < b) & (c < d), |, ~, np.minimum or"
+    " np.maximum",
+)
+
+
+# ---- Symbols ----
+
+
+class Symbol:
+    """A traced value: a score, an index, a number, or what follows."""
+
+    __slots__ = ("node",)
+    __array_priority__ = 1000
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def __repr__(self) -> str:
+        return f"<traced {self.node.kind}: {self.node!r}>"
+
+    # NumPy's, PyTorch's and CuPy's functions.
+
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, **keywords: Any
+    ) -> Symbol:
+        name = ufunc.__name__
+        if method != "__call__" or keywords:
+            words = method if method != "__call__" else ", ".join(keywords)
+            refuse(
+                f"np.{name} with {words} cannot be recorded",
+                f"write np.{name}(a, b)" if ufunc.nin > 1
+                else f"write np.{name}(a)",
+            )  # fmt: skip
+        return _called(f"np.{name}", name, inputs)
+
+    def __array_function__(
+        self, function: Any, types: Any, args: Any, keywords: Any
+    ) -> Symbol:
+        return _called_with(f"np.{function.__name__}", args, keywords)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Symbol:
+        name = function.__name__
+        return _called_with(f"torch.{name}", args, kwargs or {})
+
+    # Python's.
+
+    def __bool__(self) -> bool:
+        refuse(*_IF)
+
+    def __index__(self) -> int:
+        refuse(
+            "a traced value is an index of something that is not in"
+            " mod_arrays, or the bound of a loop",
+            "pass the array by mod_arrays and name it among the function's"
+            " keyword arguments: def f(..., *, table)",
+        )
+
+    def __int__(self) -> int:
+        refuse("int() of a traced value", "write x.astype(int)")
+
+    def __float__(self) -> float:
+        refuse(
+            "float() or a function of math of a traced value",
+            "write x.astype(float), or NumPy's function: np.exp(x)",
+        )
+
+    def __iter__(self) -> Any:
+        refuse("a loop over a traced value", "it stands for one number")
+
+    def __len__(self) -> int:
+        refuse("len() of a traced value", "it stands for one number")
+
+    def __getitem__(self, key: Any) -> Any:
+        refuse("an index of a traced number", "only arrays have elements")
+
+    def astype(self, dtype: Any, *_: Any, **__: Any) -> Symbol:
+        """The value as a bool, an int (truncated) or a real."""
+        return Symbol(_as_kind(self.node, _kind_of_dtype(dtype)))
+
+    def to(self, dtype: Any, *_: Any, **__: Any) -> Symbol:
+        """As `astype`."""
+        return self.astype(dtype)
+
+    def int(self) -> Symbol:
+        """As ``astype(int)``."""
+        return Symbol(_as_kind(self.node, "int"))
+
+    def float(self) -> Symbol:
+        """As ``astype(float)``."""
+        return Symbol(converted(self.node, "real"))
+
+    def __abs__(self) -> Symbol:
+        return _called("abs", "absolute", (self,))
+
+    def __neg__(self) -> Symbol:
+        return _called("-", "negative", (self,))
+
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __invert__(self) -> Symbol:
+        return _called("~", "invert", (self,))
+
+    def __floor__(self) -> Symbol:
+        return _called("floor", "floor", (self,)).int()
+
+    def __ceil__(self) -> Symbol:
+        return _called("ceil", "ceil", (self,)).int()
+
+    def __trunc__(self) -> Symbol:
+        return self.int()
+
+    def __round__(self, digits: Any = None) -> Symbol:
+        if digits is not None:
+            refuse("round() to digits", "write np.rint(x * 100) / 100")
+        return _called("round", "rint", (self,)).int()
+
+    def clip(self, low: Any = None, high: Any = None) -> Symbol:
+        """As `numpy.clip`."""
+        return _clip(self, low, high)
+
+    clamp = clip
+
+
+def _operator(symbol: str, name: str) -> tuple[Any, Any]:
+    def forward(self: Symbol, other: Any) -> Any:
+        return _called(symbol, name, (self, other))
+
+    def reflected(self: Symbol, other: Any) -> Any:
+        return _called(symbol, name, (other, self))
+
+    return forward, reflected
+
+
+_OPERATORS = (
+    ("+", "add", "add"), ("-", "sub", "subtract"), ("*", "mul", "multiply"),
+    ("/", "truediv", "divide"), ("//", "floordiv", "floor_divide"),
+    ("%", "mod", "remainder"), ("**", "pow", "power"),
+    ("&", "and", "bitwise_and"), ("|", "or", "bitwise_or"),
+    ("^", "xor", "bitwise_xor"), ("<<", "lshift", "left_shift"),
+    (">>", "rshift", "right_shift"), ("<", "lt", "less"),
+    ("<=", "le", "less_equal"), (">", "gt", "greater"),
+    (">=", "ge", "greater_equal"), ("==", "eq", "equal"),
+    ("!=", "ne", "not_equal"),
+)  # fmt: skip
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+for _symbol, _short, _name in _OPERATORS:
+    _forward, _reflected = _operator(_symbol, _name)
+    setattr(Symbol, f"__{_short}__", _forward)
+    if _short not in _COMPARISONS:  # Python mirrors those itself
+        setattr(Symbol, f"__r{_short}__", _reflected)
+
+
+class ArraySymbol:
+    """An array of `mod_arrays`: to be indexed by ints."""
+
+    __slots__ = ("kind", "name", "slot")
+    __array_ufunc__ = None
+
+    def __init__(self, name: str, slot: int, kind: ArrayKind) -> None:
+        self.name, self.slot, self.kind = name, slot, kind
+
+    def __repr__(self) -> str:
+        return f"<mod_arrays[{self.name!r}]>"
+
+    @property
+    def ndim(self) -> int:
+        return self.kind.ndim
+
+    @property
+    def shape(self) -> tuple[Symbol, ...]:
+        """Its sizes, which may differ from call to call."""
+        axes = range(self.kind.ndim)
+        make = nodes.make
+        return tuple(
+            Symbol(make("size", "int", (), (self.slot, x))) for x in axes
+        )
+
+    def __getitem__(self, key: Any) -> Symbol:
+        key = key if isinstance(key, tuple) else (key,)
+        if len(key) != self.kind.ndim:
+            refuse(
+                f"mod_arrays[{self.name!r}] has {self.kind.ndim} axes and is"
+                f" read by {len(key)} indices",
+                f"give each axis one: {self.name}["
+                + ", ".join(["i"] * self.kind.ndim)
+                + "]",
+            )
+        indices = tuple(self._index(x) for x in key)
+        dtype = np.dtype(self.kind.dtype)
+        kind: Kind = "real"
+        if dtype.kind in "biu":
+            kind = "bool" if dtype.kind == "b" else "int"
+        return _limited(
+            nodes.make("gather", kind, indices, (self.slot, self.kind.dtype))
+        )
+
+    def _index(self, given: Any) -> Node:
+        if isinstance(given, (slice, type(None), type(...))):
+            refuse(
+                f"mod_arrays[{self.name!r}] is read by a slice",
+                "read one element: every index is an int or a traced int",
+            )
+        node = node_of(given, f"the index of {self.name}")
+        if node.kind == "real":
+            refuse(
+                f"an index of mod_arrays[{self.name!r}] is a float",
+                "write np.floor(x).astype(int)",
+            )
+        return converted(node, "int")
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        refuse(
+            f"a store into mod_arrays[{self.name!r}]",
+            "a score_mod or mask_mod only reads",
+        )
+
+    def _used(self, *_: Any) -> NoReturn:
+        refuse(
+            f"mod_arrays[{self.name!r}] is used as a number",
+            f"read an element of it: {self.name}[...]",
+        )
+
+
+for _short in (
+    *(x for _, x, _ in _OPERATORS),
+    *(f"r{x}" for _, x, _ in _OPERATORS if x not in _COMPARISONS),
+    *("neg", "abs", "invert", "bool", "len", "iter", "float", "int"),
+):
+    setattr(ArraySymbol, f"__{_short}__", ArraySymbol._used)
+ArraySymbol.__hash__ = None  # type: ignore[assignment]
+
+
+def node_of(value: Any, what: str) -> Node:
+    """The node of an operand."""
+    if isinstance(value, Symbol):
+        return value.node
+    if isinstance(value, np.generic):
+        value = value.item()
+    if nodes.is_number(value):
+        return nodes.constant(value)
+    if isinstance(value, ArraySymbol):
+        value._used()
+    if getattr(value, "ndim", None) is not None:
+        refuse(
+            f"{what} is an array that is not in mod_arrays",
+            "pass it by mod_arrays, and name it among the function's keyword"
+            " arguments: def f(..., *, table)",
+        )
+    refuse(
+        f"{what} is {in_words(value)}",
+        "expected a traced value or a number",
+    )
+
+
+def _kind_of_dtype(dtype: Any) -> Kind:
+    name = str(dtype).rpartition(".")[2]
+    if dtype in (int, float, bool):
+        name = dtype.__name__
+    else:
+        try:
+            name = np.dtype(name if "." in str(dtype) else dtype).name
+        except TypeError:
+            name = "float" if "float" in name else name
+    if name.startswith("bool"):
+        return "bool"
+    return "int" if name.startswith(("int", "uint", "long")) else "real"
+
+
+def _as_kind(node: Node, kind: Kind) -> Node:
+    if kind == "int" and node.kind == "real":
+        return apply("to_int", node)
+    return converted(node, kind)
+
+
+class _Count(threading.local):
+    """The operations of the function that a thread records."""
+
+    nodes = 0
+
+
+_COUNT = _Count()
+
+
+def _limited(node: Node) -> Symbol:
+    """The symbol of a new node, if there are not too many."""
+    _COUNT.nodes += 1
+    if _COUNT.nodes > MOST_NODES:
+        refuse(
+            f"the function computes more than {MOST_NODES} values a pair",
+            "put what a loop or a recursion computes into an array of"
+            " mod_arrays, and read it by index",
+        )
+    return Symbol(node)
+
+
+def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
+    """A function of symbols and numbers, by NumPy's or PyTorch's name."""
+    operands = [node_of(x, f"an operand of {words}") for x in args]
+    if name in LOGICAL:
+        operands = [converted(x, "bool") for x in operands]
+        name = LOGICAL[name]
+    elif name in ("square", "reciprocal", "deg2rad"):
+        x = operands[0]
+        if name == "square":
+            return _limited(apply("multiply", x, x))
+        factor = nodes.constant(1.0 if name == "reciprocal" else np.pi / 180)
+        operation = "divide" if name == "reciprocal" else "multiply"
+        return _limited(apply(operation, factor, x))
+    elif name in ("rsqrt", "sigmoid"):
+        return _limited(_composed(name, operands[0]))
+    elif name not in BY_UFUNC:
+        refuse(
+            f"{words} cannot be recorded",
+            "expressions know +, -, *, /, //, %, **, comparisons, &, |, ~,"
+            " << and >>, and of NumPy's functions "
+            + ", ".join(sorted({x.name for x in BY_UFUNC.values()} - _OURS)),
+        )
+    name = BY_UFUNC[name].name
+    _check_kinds(words, name, operands)
+    if name == "power":
+        return _limited(_power(words, *operands))
+    return _limited(apply(name, *operands))
+
+
+_OURS = {"to_int", "to_real", "product_if"}
+_BITWISE = (
+    "bitwise_and", "bitwise_or", "bitwise_xor", "invert", "left_shift",
+    "right_shift",
+)  # fmt: skip
+
+
+def _check_kinds(words: str, name: str, operands: list[Node]) -> None:
+    if name in _BITWISE and any(x.kind == "real" for x in operands):
+        refuse(
+            f"{words} of a float",
+            "compare first, with parentheses: (a >= b) & (c < d)",
+        )
+
+
+def _composed(name: str, x: Node) -> Node:
+    one = nodes.constant(1.0)
+    if name == "rsqrt":
+        return apply("divide", one, apply("sqrt", x))
+    half = nodes.constant(0.5)
+    tanh = apply("tanh", apply("multiply", half, x))
+    return apply("add", half, apply("multiply", half, tanh))
+
+
+def _power(words: str, x: Node, exponent: Node) -> Node:
+    """A power; by a small whole constant, products."""
+    small = exponent.is_constant and exponent.value in (0, 1, 2, 3, 4)
+    if small:
+        result = nodes.constant(1) if x.kind != "real" else nodes.constant(1.0)
+        for _ in range(int(exponent.value)):
+            result = apply("multiply", result, x)
+        return result
+    if x.kind != "real" and exponent.kind != "real":
+        refuse(
+            f"{words} of two ints",
+            "write x.astype(float) ** y, or 1 << y for powers of two",
+        )
+    return apply("power", x, exponent)
+
+
+def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
+    """A function that is no ufunc: where, clip, and others by their name."""
+    name = words.rpartition(".")[2].strip("_")
+    if name in ("clip", "clamp"):
+        given = [*args, *keywords.values()]
+        return _clip(*given)
+    if keywords:
+        refuse(
+            f"{words} with {', '.join(keywords)} cannot be recorded",
+            f"write {words} without it",
+        )
+    if name == "where" and len(args) != 3:
+        refuse("np.where of a condition alone", "write np.where(c, a, b)")
+    if name in ("to", "type", "astype") and len(args) == 2:
+        return args[0].astype(args[1])
+    reflected = {"rsub": "subtract", "rdiv": "divide", "rtruediv": "divide"}
+    if name in reflected:
+        return _called(words, reflected[name], tuple(args)[::-1])
+    return _called(words, _METHODS.get(name, name), tuple(args))
+
+
+_METHODS = {
+    "radd": "add", "rmul": "multiply", "and": "bitwise_and",
+    "or": "bitwise_or", "xor": "bitwise_xor",
+}  # fmt: skip
+
+
+def _clip(x: Any, low: Any = None, high: Any = None) -> Symbol:
+    if low is not None:
+        x = _called("np.clip", "maximum", (x, low))
+    if high is not None:
+        x = _called("np.clip", "minimum", (x, high))
+    return x
+
+
+# ---- Recording ----
+
+
+def record(
+    function: Callable[..., Any], role: str, given: Given
+) -> tuple[Node, frozenset[str]]:
+    """The graph of a user's function, and the names that it has.
+
+    Parameters
+    ----------
+    function : callable
+    role : {"score_mod", "mask_mod"}
+    given : Given
+
+    Raises
+    ------
+    ExpressionError
+        If the function cannot be recorded. The message names its line.
+    """
+    at = _where(function, role)
+    keywords = _keywords(function, role, given, at)
+    _check_code(function, at)
+    arguments = [
+        Symbol(SCORE if name == "score" else nodes.index(name))
+        for name in _POSITIONAL[role]
+    ]
+    _COUNT.nodes = 0
+    try:
+        result = function(*arguments, **keywords)
+    except CuflashError:
+        raise
+    except RecursionError as error:
+        raise ExpressionError(
+            f"{at}: it calls itself without end: a condition on a traced"
+            " value never ends a recursion"
+        ) from error
+    except Exception as error:
+        raise ExpressionError(_of_failure(error, at)) from error
+    return _result(result, role, at), frozenset(keywords)
+
+
+def _of_failure(error: Exception, at: str) -> str:
+    """What a function raised, and where; NumPy hides what a symbol says."""
+    place, trace = at, error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_HERE) and f"{Path('/numpy/')}" not in file:
+            place = f"{file}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    advice = ""
+    if isinstance(error, (IndexError, TypeError)):
+        advice = (
+            ": if it reads an array, pass it by mod_arrays and name it among"
+            " the function's keyword arguments: def f(..., *, table)"
+        )
+    return f"{place}: {type(error).__name__}: {error}{advice}"
+
+
+def _where(function: Any, role: str) -> str:
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", type(function).__name__)
+    if not isinstance(code, CodeType):
+        return f"{role} {name!r}"
+    return f"{role} {name!r} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def _keywords(
+    function: Any, role: str, given: Given, at: str
+) -> dict[str, Any]:
+    """The keyword arguments of a function, as symbols."""
+    words = ", ".join(_POSITIONAL[role])
+    count = len(_POSITIONAL[role])
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError) as error:
+        raise ExpressionError(
+            f"{at}: its arguments are unknown, expected a Python function of"
+            f" ({words}, *, ...)"
+        ) from error
+    positional = [x for x in parameters if x.kind in _BY_PLACE]
+    required = [x for x in positional if x.default is x.empty]
+    takes_any = any(x.kind == x.VAR_POSITIONAL for x in parameters)
+    few = len(positional) < count and not takes_any
+    if few or len(required) > count:
+        raise ExpressionError(
+            f"{at}: it takes {len(required)} positional arguments, expected"
+            f" {count}: ({words}); name arrays after them: ({words}, *,"
+            " table)"
+        )
+    found: dict[str, Any] = {}
+    known = _symbols(given)
+    for x in parameters:
+        if x.kind == x.VAR_KEYWORD:
+            found |= {y: known[y] for y in _names(given) if y not in found}
+        elif x.kind == x.KEYWORD_ONLY:
+            if x.name in known:
+                found[x.name] = known[x.name]
+            elif x.default is x.empty:
+                names = ", ".join(_names(given)) or "nothing"
+                raise ExpressionError(
+                    f"{at}: its argument {x.name!r} is not in mod_arrays,"
+                    f" which has {names}; seqlen_q and seqlen_k are known too"
+                )
+    return found
+
+
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)  # fmt: skip
+
+
+def _names(given: Given) -> list[str]:
+    return [name for name, _ in (*given.arrays, *given.numbers)]
+
+
+def _symbols(given: Given) -> dict[str, Any]:
+    found: dict[str, Any] = {x: Symbol(nodes.index(x)) for x in LENGTHS}
+    for slot, (name, kind) in enumerate(given.arrays):
+        found[name] = ArraySymbol(name, slot, kind)
+    for slot, (name, number) in enumerate(given.numbers):
+        found[name] = Symbol(nodes.make("number", number, (), slot))
+    return found
+
+
+def _result(result: Any, role: str, at: str) -> Node:
+    wanted = "a score" if role == "score_mod" else "a bool"
+    if result is None:
+        raise ExpressionError(
+            f"{at}: it returns None, expected {wanted}: is `return` missing?"
+        )
+    if isinstance(result, np.generic):
+        result = result.item()
+    if not isinstance(result, Symbol) and not nodes.is_number(result):
+        raise ExpressionError(
+            f"{at}: it returns {in_words(result)}, expected {wanted} made of"
+            " its arguments"
+        )
+    node = node_of(result, "the result")
+    if role == "mask_mod":
+        if node.kind != "bool":
+            raise ExpressionError(
+                f"{at}: it returns a traced {node.kind}, expected a bool,"
+                " True where the pair is visible: compare, as in q_idx >="
+                " kv_idx"
+            )
+        return node
+    if node.kind == "bool":
+        raise ExpressionError(
+            f"{at}: it returns a bool, expected a score: pass masks as"
+            " mask_mod, or write np.where(condition, score, -np.inf)"
+        )
+    return converted(node, "real")
+
+
+# ---- What Python does without telling a symbol ----
+
+
+def _check_code(function: Any, at: str) -> None:
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        for line, what, cure in _faults(code):
+            refuse(what, cure, f"{at}, at line {line}" if line else at)
+
+
+_FAULTS: dict[CodeType, list[tuple[int | None, str, str]]] = {}
+
+
+def _faults(code: CodeType) -> list[tuple[int | None, str, str]]:
+    """Lines that compare with ``is`` or change what lies outside."""
+    if code not in _FAULTS:
+        found, line, last = [], None, ""
+        for x in dis.get_instructions(code):
+            line = getattr(x, "line_number", None) or x.starts_line or line
+            line = code.co_firstlineno if line is True else line
+            if x.opname == "IS_OP" and last != "LOAD_CONST":
+                found.append((
+                    line, "it compares with `is`, which tells nothing of a"
+                    " traced value", "write == or !=",
+                ))  # fmt: skip
+            if x.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR") or (
+                x.opname == "STORE_DEREF" and x.argval in code.co_freevars
+            ):
+                found.append((
+                    line, f"it stores {x.argval!r}, which lies outside",
+                    "it is called once, not once a pair: return what you"
+                    " compute",
+                ))  # fmt: skip
+            last = x.opname
+        _FAULTS[code] = found
+    return _FAULTS[code]
+
+
+# ---- Remembering ----
+
+
+class _Same:
+    """A value that only itself equals; kept alive by the key it is in."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_GLOBALS: dict[CodeType, tuple[str, ...]] = {}
+_DEEPEST = 8  # of functions that call functions
+
+
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    found = _GLOBALS.get(code)
+    if found is None:
+        names = [
+            x.argval
+            for x in dis.get_instructions(code)
+            if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        ]
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                names += _global_names(inner)
+        found = _GLOBALS[code] = tuple(dict.fromkeys(names))
+    return found
+
+
+def _content(value: Any, depth: int) -> Any:
+    """A value by what a function reads of it."""
+    kind = type(value)
+    if kind in (int, float, bool, str, complex, type(None)):
+        return kind, repr(value) if kind is float else value
+    if kind is ModuleType:
+        return value
+    if kind is FunctionType:
+        return fingerprint(value, depth + 1)
+    if kind in (tuple, list):
+        return kind, tuple(_content(x, depth) for x in value)
+    return _Same(value)
+
+
+def fingerprint(function: Any, depth: int = 0) -> Any:
+    """What a recorded graph depends on: code, closure, defaults, globals."""
+    if type(function) is not FunctionType or depth > _DEEPEST:
+        return _Same(function)
+    code, space = function.__code__, function.__globals__
+    parts: list[Any] = [code]
+    for cell in function.__closure__ or ():
+        try:
+            parts.append(_content(cell.cell_contents, depth))
+        except ValueError:  # not assigned so far
+            parts.append(_Same(cell))
+    parts += [_content(x, depth) for x in function.__defaults__ or ()]
+    named = function.__kwdefaults__ or {}
+    parts += [(x, _content(y, depth)) for x, y in named.items()]
+    parts += [
+        (x, _content(space[x], depth))
+        for x in _global_names(code)
+        if x in space
+    ]
+    return tuple(parts)
+
+
+_RECORDED: dict[Any, tuple[Node, frozenset[str]]] = {}
+_MOST_RECORDED = 4096
+
+
+def recorded(
+    function: Any, role: str, given: Given
+) -> tuple[Node, frozenset[str]]:
+    """As `record`, once for all that the graph depends on."""
+    key = fingerprint(function), role, given
+    found = _RECORDED.get(key)
+    if found is None:
+        found = record(function, role, given)
+        if len(_RECORDED) >= _MOST_RECORDED:
+            _RECORDED.clear()
+        _RECORDED[key] = found
+    return found

@@ -1,0 +1,30 @@
+// The user's functions of one head, score_mod (SCORE_MOD) and mask_mod (MASK_MOD). This file is for
+// calls without; for others cuflash/expressions/text.py writes it, with the same members.
+//
+// Any query and key may be passed, also past the arrays' ends. f and visible() are pure.
+#pragma once
+#include "score/visibility.cuh"
+
+constexpr bool MASK_OF_BATCH = false, MASK_OF_HEAD = false;    // what the mask depends on
+
+// x becomes f(x).
+template <class Real> struct ScoreExpression {
+    template <class Arguments> void set_head(const Arguments&, int, int, int, int) {}
+    Real score(Real x, int, int) const { return x; }
+    Real score(Real x, int, int, Real& slope) const {
+        slope = 1;
+        return x;
+    }
+    // dmod += (df/da) ds for every array a that has a gradient; ds is that of f(x).
+    void add_gradients(Real, Real, int, int) const {}
+};
+
+struct MaskExpression {
+    template <class Arguments> void set_head(const Arguments&, int, int, int, int) {}
+    bool visible(int, int) const { return true; }
+    // Of queries [first_query, last_query] and keys [first_key, last_key]; PARTLY also means
+    // unknown. WHOLE_WARP: called by all lanes with the same tile, otherwise by one.
+    template <bool WHOLE_WARP> Visibility visibility(int, int, int, int) const {
+        return Visibility::ALL;
+    }
+};

@@ -1,0 +1,161 @@
+// Reads of a user's arrays (mod_arrays) by score_mod and mask_mod, and additions to their
+// gradients. No index reads outside an array: -n to -1 count from the end, others read 0.
+#pragma once
+#include "score/expression_functions.cuh"
+
+namespace ex {
+
+// An array as a pair reads it: the AXES that its head has not fixed. Strides count elements.
+template <class T, int AXES> struct ModArray {
+    const T* data;
+    int size[AXES];
+    i64 stride[AXES];
+};
+
+template <class To> inline To element(float16 x) { return static_cast<To>(to_float(x)); }
+template <class To> inline To element(bfloat16 x) { return static_cast<To>(to_float(x)); }
+template <class To, class T> inline To element(T x) {
+    if constexpr (IS_BOOL<To>) return x != 0;
+    else return static_cast<To>(x);
+}
+
+// Of AXES indices, where the element lies, and whether inside.
+struct Place { i64 offset; bool inside; };
+template <int AXES, class T, class... Index>
+inline Place place(const ModArray<T, AXES>& array, Index... given) {
+    const i64 indices[] = {static_cast<i64>(given)...};
+    Place found{0, true};
+    #pragma unroll
+    for (int axis = 0; axis < AXES; ++axis) {
+        const i64 index = indices[axis] + (indices[axis] < 0 ? array.size[axis] : 0);
+        found.inside &= static_cast<u64>(index) < static_cast<u64>(array.size[axis]);
+        found.offset += index * array.stride[axis];
+    }
+    return found;
+}
+// The same for 32-bit indices.
+template <class T> inline Place place(const ModArray<T, 1>& array, int given) {
+    const int index = given + (given < 0 ? array.size[0] : 0);
+    return {index * array.stride[0],
+            static_cast<u32>(index) < static_cast<u32>(array.size[0])};
+}
+
+// One element, 0 outside.
+template <class To, class T, int AXES>
+inline To read(const ModArray<T, AXES>& array, Place at) {
+    return at.inside ? element<To>(array.data[at.offset]) : To(0);
+}
+
+// The smallest and largest that a warp's lanes hold. A NaN makes them unknown.
+template <class T> inline Interval<T> over_warp(Interval<T> x, bool unordered) {
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const T low = __shfl_xor_sync(0xFFFFFFFFu, x.low, distance);
+        const T high = __shfl_xor_sync(0xFFFFFFFFu, x.high, distance);
+        x = {low < x.low ? low : x.low, high > x.high ? high : x.high};
+    }
+    return __ballot_sync(0xFFFFFFFFu, unordered) != 0 ? unknown<T>() : x;
+}
+
+// A longer slice is not looked at: its values are unknown.
+constexpr i64 LONGEST_SLICE = 4096;
+
+// The elements at indices [low, high], `number(i)` being that at i. Whole warp.
+template <class T, class NumberAt> inline Interval<T> slice(i64 low, i64 high, NumberAt number) {
+    Interval<T> found = interval<T>(number(low));
+    bool unordered = found.low != found.low;
+    for (i64 i = low + threadIdx.x % 32; i <= high; i += 32) {
+        const T x = number(i);
+        unordered |= x != x;
+        found = {x < found.low ? x : found.low, x > found.high ? x : found.high};
+    }
+    return over_warp(found, unordered);
+}
+
+// Bools are compared as ints.
+template <class To> struct EndOf { using type = To; };
+template <> struct EndOf<bool> { using type = int; };
+
+template <class To> inline auto nothing_known() {
+    if constexpr (IS_BOOL<To>) return Truth{true, true};
+    else return unknown<To>();
+}
+// The ends of int values as those of a To; bools are 0 and 1.
+template <class To, class T> inline auto as_ends(Interval<T> x) {
+    if constexpr (IS_BOOL<To>) return Truth{x.high != 0, x.low == 0};
+    else return x;
+}
+
+template <class Index> constexpr bool RANGES = Traits<Index>::HAS_ENDS;
+template <class Index> inline i64 first_of(Index x) {
+    if constexpr (RANGES<Index>) return x.low;
+    else return x;
+}
+template <class Index> inline i64 last_of(Index x) {
+    if constexpr (RANGES<Index>) return x.high;
+    else return x;
+}
+
+// array[index, ...]: a number; of ranges of indices an interval. WHOLE_WARP looks at the slice if
+// one index at most has a range of several; without it, only single elements are known.
+template <class To, bool WHOLE_WARP, class T, int AXES, class... Index>
+inline auto gather(const ModArray<T, AXES>& array, Index... index) {
+    static_assert(sizeof...(Index) == AXES, "an index for each axis");
+    if constexpr (NUMBERS<Index...>) {
+        return read<To>(array, place(array, index...));
+    } else {
+        using End = typename EndOf<To>::type;
+        i64 first[] = {first_of(index)...};
+        const i64 last[] = {last_of(index)...};
+        int ranging = -1, count = 0;
+        #pragma unroll
+        for (int axis = 0; axis < AXES; ++axis)
+            if (first[axis] != last[axis]) { ranging = axis; ++count; }
+        if (count > 1 || (count == 1 && !WHOLE_WARP)) return nothing_known<To>();
+        const i64 end = ranging < 0 ? 0 : last[ranging], start = ranging < 0 ? 0 : first[ranging];
+        if (end - start >= LONGEST_SLICE) return nothing_known<To>();
+        const auto number = [&](i64 i) {
+            Place at{0, true};
+            #pragma unroll
+            for (int axis = 0; axis < AXES; ++axis) {
+                i64 here = axis == ranging ? i : first[axis];
+                here += here < 0 ? array.size[axis] : 0;
+                at.inside &= static_cast<u64>(here) < static_cast<u64>(array.size[axis]);
+                at.offset += here * array.stride[axis];
+            }
+            return static_cast<End>(read<To>(array, at));
+        };
+        if (count == 0) return as_ends<To>(interval<End>(number(0)));
+        if constexpr (WHOLE_WARP) return as_ends<To>(slice<End>(start, end, number));
+        else return nothing_known<To>();
+    }
+}
+
+// Sums of a gradient, as ModArray.
+template <class Real, int AXES> struct Sums {
+    Real* data;
+    int size[AXES];
+    i64 stride[AXES];
+};
+// sums[index, ...] += x, in no fixed order. Outside there is nothing to add to.
+template <class Real, int AXES, class... Index>
+inline void scatter(const Sums<Real, AXES>& sums, Real x, Index... index) {
+    if (x == Real(0)) return;
+    Place at{0, true};
+    const i64 indices[] = {static_cast<i64>(index)...};
+    #pragma unroll
+    for (int axis = 0; axis < AXES; ++axis) {
+        const i64 here = indices[axis] + (indices[axis] < 0 ? sums.size[axis] : 0);
+        at.inside &= static_cast<u64>(here) < static_cast<u64>(sums.size[axis]);
+        at.offset += here * sums.stride[axis];
+    }
+    if (at.inside) atomicAdd(sums.data + at.offset, x);
+}
+
+// A number of mod_arrays, from its bits.
+template <class To> inline To number(u64 bits) {
+    if constexpr (IS_REAL<To>) return static_cast<To>(__longlong_as_double(static_cast<i64>(bits)));
+    else if constexpr (IS_BOOL<To>) return bits != 0;
+    else return static_cast<To>(bits);
+}
+
+}  // namespace ex

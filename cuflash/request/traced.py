@@ -1,0 +1,234 @@
+"""`score_mod`, `mask_mod` and `mod_arrays`: from what a user passes to graphs.
+
+Arrays of `mod_arrays` travel among a call's arrays by the names of `named`,
+and from the signature on by slots: ``mod_arrays[0]``, in the order of their
+names. Numbers travel as values, which differ from call to call.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.errors import (
+    DTypeError,
+    ExpressionError,
+    UnsupportedError,
+    ValueRangeError,
+    in_words,
+)
+from cuflash.expressions import trace
+from cuflash.expressions.nodes import Kind
+from cuflash.expressions.text import DTYPES, MOST_AXES
+
+# Of arrays, and of numbers, which kernels' arguments have room for.
+MOST = 8
+
+_MARK = "mod_arrays["
+
+
+def named(name: str) -> str:
+    """What errors call an array of `mod_arrays`."""
+    return f"mod_arrays[{name!r}]"
+
+
+def slot(index: int) -> str:
+    """What the signature calls it."""
+    return f"mod_arrays[{index}]"
+
+
+def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The numbers of `mod_arrays` by name, and its arrays by `named`."""
+    if not isinstance(given, Mapping):
+        raise DTypeError(
+            f"mod_arrays is {in_words(given)}, expected a dict from the names"
+            " of a function's keyword arguments to arrays and numbers"
+        )
+    values: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name in sorted(given, key=str):
+        value = given[name]
+        if not isinstance(name, str) or not name.isidentifier():
+            raise DTypeError(
+                f"mod_arrays has the name {name!r}, expected that of a"
+                " function's keyword argument"
+            )
+        if isinstance(value, (numbers.Real, np.bool_)):
+            values[name] = (
+                value.item() if isinstance(value, np.generic) else value
+            )
+        elif hasattr(value, "shape"):
+            arrays[named(name)] = value
+        else:
+            raise DTypeError(
+                f"{named(name)} is {in_words(value)}, expected an array or a"
+                " number"
+            )
+    return values, arrays
+
+
+class Recorded(NamedTuple):
+    """What a call's functions are, apart from data.
+
+    Attributes
+    ----------
+    fields : tuple of (str, object)
+        Fields of a `Problem`.
+    names : tuple of str
+        Of the arrays, by slot, as `named` says.
+    numbers : tuple
+    """
+
+    fields: tuple[tuple[str, Any], ...] = ()
+    names: tuple[str, ...] = ()
+    numbers: tuple[Any, ...] = ()
+
+
+_ROLES = "score_mod", "mask_mod"
+
+
+def recorded(options: Mapping[str, Any]) -> Recorded:
+    """Record the functions among a call's options.
+
+    Raises
+    ------
+    ExpressionError, DTypeError, ValueRangeError, UnsupportedError
+    """
+    functions = [(x, options[x]) for x in _ROLES if x in options]
+    values = options.get("mod_arrays", {})
+    arrays = {x: y for x, y in options.items() if x.startswith(_MARK)}
+    if not functions:
+        if values or arrays or options.get("return_dmod"):
+            raise ValueRangeError(
+                "mod_arrays is given without score_mod and mask_mod, expected"
+                " one of them: no other option reads it"
+            )
+        return Recorded()
+    given = _given(
+        tuple([
+            (name, x.dtype, tuple(x.shape), tuple(x.strides))
+            for name, x in arrays.items()
+        ]),
+        tuple([(name, _kind(x)) for name, x in values.items()]),
+    )  # fmt: skip
+    found: list[tuple[str, Any]] = []
+    unread = {name for name, _ in (*given.arrays, *given.numbers)}
+    for role, function in functions:
+        graph, names = trace.recorded(function, role, given)
+        found.append((role, graph))
+        unread -= names
+    if unread:
+        name = min(unread)
+        raise ExpressionError(
+            f"mod_arrays has {name!r}, which neither function names:"
+            f" add it to the keyword arguments, def f(..., *, {name})"
+        )
+    if arrays:
+        found.append(("mod_arrays", tuple([x for _, x in given.arrays])))
+    if values:
+        found.append(("mod_numbers", len(values)))
+    if options.get("return_dmod"):
+        wanted = _slots(options["return_dmod"], given, "score_mod" in options)
+        found.append(("return_dmod", wanted))
+    return Recorded(
+        tuple(found),
+        tuple(arrays),
+        tuple([_checked(x, y) for x, y in values.items()]),
+    )
+
+
+def _kind(value: Any) -> Kind:
+    if isinstance(value, bool):
+        return "bool"
+    return "int" if isinstance(value, numbers.Integral) else "real"
+
+
+def _checked(name: str, value: Any) -> Any:
+    if _kind(value) == "int" and not -(2**63) <= value < 2**63:
+        raise ValueRangeError(
+            f"{named(name)} is {value}, expected an int of 64 bits"
+        )
+    return float(value) if _kind(value) == "real" else value
+
+
+@functools.lru_cache(maxsize=4096)
+def _given(
+    arrays: tuple[tuple, ...], values: tuple[tuple[str, Kind], ...]
+) -> trace.Given:
+    for what, count in ("arrays", len(arrays)), ("numbers", len(values)):
+        if count > MOST:
+            raise UnsupportedError(
+                f"mod_arrays has {count} {what}, expected at most {MOST}:"
+                " put several into one array"
+            )
+    kinds = []
+    for name, dtype, shape, strides in arrays:
+        known = np.dtype(dtype)
+        if known.name not in DTYPES:
+            raise DTypeError(
+                f"{name} has dtype {known.name}, expected bool, integers or"
+                " floating-point numbers of 16, 32 or 64 bits"
+            )
+        if len(shape) > MOST_AXES:
+            raise UnsupportedError(
+                f"{name} has {len(shape)} axes, expected at most {MOST_AXES}:"
+                " flatten some, and compute the index"
+            )
+        if any(x >= 2**31 for x in shape):
+            raise UnsupportedError(
+                f"{name} has shape {shape}, expected axes below 2**31"
+            )
+        unit = [i for i, x in enumerate(strides) if x == known.itemsize]
+        inner = name[len(_MARK) + 1 : -2]
+        kinds.append(
+            (inner, trace.ArrayKind(known.name, len(shape), tuple(unit[-1:])))
+        )
+    return trace.Given(tuple(kinds), values)
+
+
+def _slots(
+    wanted: Any, given: trace.Given, has_score: bool
+) -> tuple[int, ...]:
+    names = [name for name, _ in given.arrays]
+    if isinstance(wanted, str) or not isinstance(wanted, (tuple, list)):
+        raise DTypeError(
+            f"return_dmod is {in_words(wanted)}, expected a tuple of names of"
+            " mod_arrays"
+        )
+    for name in wanted:
+        if name not in names:
+            known = ", ".join(names) or "no array"
+            raise ValueRangeError(
+                f"return_dmod has {name!r}, expected names of arrays of"
+                f" mod_arrays, which has {known}"
+            )
+        kind = dict(given.arrays)[name]
+        if np.dtype(_as_numpy(kind.dtype)).kind != "f":
+            raise DTypeError(
+                f"return_dmod has {name!r}, whose dtype is {kind.dtype}: only"
+                " floating-point arrays have gradients"
+            )
+    if not has_score:
+        raise ValueRangeError(
+            "return_dmod is given without score_mod: a mask has no gradient"
+        )
+    return tuple(sorted({names.index(x) for x in wanted}))
+
+
+def _as_numpy(dtype: str) -> str:
+    return "float16" if dtype == "bfloat16" else dtype
+
+
+def bits(values: tuple[Any, ...]) -> tuple[int, ...]:
+    """Numbers as the kernels' arguments hold them: 64 bits each."""
+    found = [
+        int.from_bytes(struct.pack("<d", x), "little")
+        if isinstance(x, float) else int(x) % 2**64
+        for x in values
+    ]  # fmt: skip
+    return *found, *[0] * (MOST - len(found))
