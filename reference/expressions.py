@@ -43,12 +43,12 @@ score's is the score's sign:
 
 >>> import numpy as np
 >>> from cuflash.reference import expressions
->>> from cuflash.reference.expressions import Heads
+>>> from cuflash.reference.expressions import HeadIndices
 >>> def relative(score, b, h, q_idx, kv_idx, *, table):
 ...     return abs(score) + table[q_idx - kv_idx + 1]
 >>> table = np.array([10.0, 20.0, 30.0])
 >>> s = np.array([[1.0, -2.0, 3.0]])
->>> place = expressions.Place(np.array([1]), np.arange(3), 2, 3, Heads())
+>>> place = expressions.Place(np.array([1]), np.arange(3), 2, 3, HeadIndices())
 >>> result = expressions.score(
 ...     relative, s, place, {"table": table}, gradients=("table",)
 ... )
@@ -83,7 +83,7 @@ Function = Callable[..., Any]
 SCORE = "score"  # what a slope is with respect to, beside gathers
 
 
-class Heads(NamedTuple):
+class HeadIndices(NamedTuple):
     """The index of each head of q, and of its sequence.
 
     Attributes
@@ -96,7 +96,7 @@ class Heads(NamedTuple):
     head: np.ndarray | int = 0
 
     @classmethod
-    def of(cls, leading: tuple[int, ...]) -> Heads:
+    def of(cls, leading: tuple[int, ...]) -> HeadIndices:
         """Number the heads of leading axes (), (heads,) or (batch, heads).
 
         Raises
@@ -107,7 +107,7 @@ class Heads(NamedTuple):
         if len(leading) > 2:
             raise ValueError(
                 f"which of the axes {leading} are batch and heads? A call "
-                "with score_mod or mask_mod needs heads=Heads(batch, head)"
+                "with score_mod or mask_mod needs head_indices"
             )
         *batch, head = leading or (1,)
         of_head = np.arange(head) if leading else 0
@@ -123,14 +123,14 @@ class Place(NamedTuple):
         Indices within the sequence.
     seqlen_q, seqlen_k : int
         Lengths of the sequence.
-    heads : Heads
+    heads : HeadIndices
     """
 
     query: np.ndarray
     key: np.ndarray
     seqlen_q: int
     seqlen_k: int
-    heads: Heads
+    heads: HeadIndices
 
     def indices(self) -> list[Dual]:
         """Return b, h, q_idx and kv_idx, broadcastable to all pairs."""

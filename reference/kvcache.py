@@ -52,7 +52,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention import attention
-from .expressions import Heads
+from .expressions import HeadIndices
 from .masks import UNBOUNDED, Window
 from .packed import spans
 from .rotary import apply_rotary
@@ -415,7 +415,7 @@ def forward_kvcache(
             window=window,
             alibi_slopes=heads_of(alibi_slopes, number, num_heads_kv),
             sink=heads_of(sink, number, num_heads_kv),
-            heads=Heads(number, head),
+            head_indices=HeadIndices(number, head),
             heads_first=True,
             **options,
         )

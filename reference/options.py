@@ -49,7 +49,7 @@ import numpy as np
 
 from . import expressions, masks, scores
 from .dropout import Dropout
-from .expressions import Function, Gather, Heads, Place
+from .expressions import Function, Gather, HeadIndices, Place
 from .masks import Visibility, Window
 from .scores import quiet
 from .tile_state import TileState
@@ -97,9 +97,9 @@ class Options:
     return_dmod : tuple of str
         Of mod_arrays, those whose gradients backward returns: in a dict,
         after all other gradients.
-    heads : Heads or None
+    head_indices : HeadIndices or None
         Which batch and head each leading index of q is, to score_mod and
-        mask_mod; as `Heads.of` by default.
+        mask_mod; as `HeadIndices.of` by default.
     largest_score : float or None
         Scores and dot products q_i k_j beyond it become infinite; see
         `scores.in_range`. None: float64's largest number.
@@ -125,7 +125,7 @@ class Options:
     mask_mod: Function | None = None
     mod_arrays: Mapping[str, Any] | None = None
     return_dmod: tuple[str, ...] = ()
-    heads: Heads | None = None
+    head_indices: HeadIndices | None = None
     largest_score: float | None = None
     queries: Queries | None = None
     heads_first: bool = False
@@ -144,8 +144,8 @@ class Options:
         options.check_axes(q)
         if options.score_mod is options.mask_mod is None:
             return options
-        heads = options.heads or Heads.of(q.shape[:-2])
-        return replace(options, heads=heads)
+        heads = options.head_indices or HeadIndices.of(q.shape[:-2])
+        return replace(options, head_indices=heads)
 
     def zeros_of_mod(self) -> dict[str, np.ndarray]:
         """Return sums for the gradients of return_dmod."""
@@ -363,7 +363,7 @@ class Tiles:
     def _place(self, tile: Tile) -> Place:
         """Where the tile's pairs are in their sequence."""
         lengths = self._bounds()[:2]
-        heads = self.options.heads or Heads()
+        heads = self.options.head_indices or HeadIndices()
         return Place(*self._tokens(tile), *lengths, heads)
 
     def _tokens(self, tile: Tile) -> tuple[np.ndarray, np.ndarray]:

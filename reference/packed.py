@@ -36,7 +36,7 @@ import numpy as np
 
 from .attention import attention, attention_vjp
 from .double_backward import SecondGradients, double_backward
-from .expressions import Heads
+from .expressions import HeadIndices
 from .jvp import Tangents, jvp
 from .options import Options
 
@@ -308,6 +308,6 @@ def _of_sequence(
     if dropout is not None:
         own["dropout"] = dropout._replace(batch=number)
     if options.keys() & {"score_mod", "mask_mod"}:
-        heads = options.get("heads") or Heads.of(leading)
-        own["heads"] = heads._replace(batch=number)
+        heads = options.get("head_indices") or HeadIndices.of(leading)
+        own["head_indices"] = heads._replace(batch=number)
     return own

@@ -6,7 +6,13 @@ import pytest
 from cuflash.reference import backward, expressions, forward
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.double_backward import double_backward
-from cuflash.reference.expressions import SCORE, Array, Dual, Heads, Place
+from cuflash.reference.expressions import (
+    SCORE,
+    Array,
+    Dual,
+    HeadIndices,
+    Place,
+)
 from cuflash.reference.jvp import jvp
 from cuflash.reference.kvcache import forward_kvcache
 from cuflash.reference.packed import packed_attention, packed_attention_vjp
@@ -339,7 +345,7 @@ def test_float16_arrays_are_read_exactly():
     assert_arrays_equal(np.exp(read).value, np.exp(a.astype(float)), "exp")
 
 
-# Heads and sequences --------------------------------------------------------
+# Heads and sequences ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
@@ -358,10 +364,10 @@ def test_functions_know_batch_and_head(leading):
 
 def test_other_axes_need_their_numbers():
     q, k, v, _ = inputs((2, 1, 3))
-    with pytest.raises(ValueError, match="needs heads=Heads"):
+    with pytest.raises(ValueError, match="needs head_indices"):
         attention(q, k, v, score_mod=relative)
-    heads = Heads(np.arange(2)[:, None, None], np.arange(3))
-    got, _ = attention(q, k, v, heads=heads, **options_of("curved"))
+    heads = HeadIndices(np.arange(2)[:, None, None], np.arange(3))
+    got, _ = attention(q, k, v, head_indices=heads, **options_of("curved"))
     flat = (x[:, 0] for x in (q, k, v))
     want, _ = attention(*flat, **options_of("curved"))
     assert_arrays_equal(got[:, 0], want, "out")
@@ -381,11 +387,13 @@ def test_a_packed_sequence_is_a_batch():
         (0, slice(0, 2), slice(0, 3)),
         (2, slice(2, 5), slice(4, 7)),
     ):
-        one, heads = (q[:, i], k[:, j], v[:, j]), Heads(b, np.arange(3))
-        alone = attention(*one, heads=heads, **options)
+        one, heads = (q[:, i], k[:, j], v[:, j]), HeadIndices(b, np.arange(3))
+        alone = attention(*one, head_indices=heads, **options)
         assert_arrays_equal(out[:, i], alone[0], "out")
         assert_arrays_equal(lse[:, i], alone[1], "lse")
-        *want, part = attention_vjp(dout[:, i], *one, heads=heads, **options)
+        *want, part = attention_vjp(
+            dout[:, i], *one, head_indices=heads, **options
+        )
         for x, at, y in zip(got, (i, j, j), want, strict=True):
             assert_arrays_equal(x[:, at], y, "gradient")
         sums = {x: y + part[x] for x, y in sums.items()}
@@ -471,6 +479,6 @@ def test_functions_that_are_no_scores(function, message):
 
 
 def test_a_mask_is_bool():
-    place = Place(np.arange(2), np.arange(3), 2, 3, Heads())
+    place = Place(np.arange(2), np.arange(3), 2, 3, HeadIndices())
     with pytest.raises(TypeError, match="mask_mod returned int64, not bool"):
         expressions.visible(lambda b, h, i, j: i - j, place, {})
