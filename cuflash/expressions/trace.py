@@ -766,7 +766,8 @@ def recorded(
     function: Any, role: str, given: Given
 ) -> tuple[Node, frozenset[str]]:
     """As `record`, once for all that the graph depends on."""
-    key = fingerprint(function), role, given
+    # `given` by its identity, which callers remember: the key holds it.
+    key = fingerprint(function), role, _Same(given)
     found = _RECORDED.get(key)
     if found is None:
         found = record(function, role, given)

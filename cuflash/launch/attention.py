@@ -23,7 +23,7 @@ from cuflash.launch.shapes import (
 )
 from cuflash.launch.structs import pointers_of
 from cuflash.plans.plan import FamilyName
-from cuflash.request import layouts
+from cuflash.request import layouts, traced
 from cuflash.request.problem import Call, Layout, Problem, Signature
 
 
@@ -123,9 +123,13 @@ def of_lse(given: Layouts) -> dict[str, Layout]:
 
 
 def gradients_of(p: Problem) -> tuple[str, ...]:
-    """The names of gradients: dq, dk and dv; dbias and dsink if wanted."""
+    """The names of gradients: dq, dk and dv, and of options if wanted."""
     wanted = {"dbias": p.return_dbias, "dsink": p.return_dsink}
-    return ("dq", "dk", "dv", *(name for name in wanted if wanted[name]))
+    return (
+        *("dq", "dk", "dv"),
+        *(name for name in wanted if wanted[name]),
+        *(f"dmods[{i}]" for i in p.return_dmod),
+    )
 
 
 def have_pairs(p: Problem) -> bool:
@@ -149,17 +153,24 @@ def new_gradients(call: Call, backend: Backend) -> dict[str, Any]:
         results["dbias"] = backend.zeros(shape, p.lse_dtype)
     if p.return_dsink:
         results["dsink"] = new((p.num_heads_q,), p.lse_dtype)
+    for i in p.return_dmod:
+        shape = call.signature.options[traced.slot(i)].shape
+        results[f"dmods[{i}]"] = backend.zeros(shape, p.lse_dtype)
     return results
 
 
 def returned(
     call: Call, backend: Backend, results: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The gradients in order, that of bias in its dtype."""
-    p = call.problem
-    if p.return_dbias and p.bias != p.lse_dtype:
-        dtype = call.signature.options["bias"].dtype
-        results["dbias"] = converted(results["dbias"], dtype, backend)
+    """The gradients in order, those of options in the options' dtypes."""
+    p, given = call.problem, call.signature.options
+    names = {f"dmods[{i}]": traced.slot(i) for i in p.return_dmod}
+    if p.return_dbias:
+        names["dbias"] = "bias"
+    for name, option in names.items():
+        dtype = given[option].dtype
+        if dtype.name != p.lse_dtype:
+            results[name] = converted(results[name], dtype, backend)
     return tuple(results.values())
 
 

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 
 from cuflash.request import options
 from cuflash.request.problem import MOST_STATES
+from cuflash.request.traced import MOST as MOST_MOD_ARRAYS
 
 # The kernels take one array and up to this many more (partial/rows.cuh).
 MOST_OTHERS = 3
-
-# Arrays and numbers of a user's own functions (request's mod_arrays).
-MOST_MOD_ARRAYS = 8
 
 
 @dataclass(frozen=True)

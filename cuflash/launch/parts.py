@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cuflash.launch.c_structs import Fields
-from cuflash.launch.directions import MOST_MOD_ARRAYS
 from cuflash.request import options
+from cuflash.request.traced import MOST as MOST_MOD_ARRAYS
 
 
 class Part(NamedTuple):

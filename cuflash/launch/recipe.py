@@ -22,7 +22,7 @@ from cuflash.launch.template import Template
 from cuflash.plans.expression import has_expression
 from cuflash.plans.plan import FamilyName, Plan, plan
 from cuflash.plans.tiles import Tile
-from cuflash.request import layouts, options
+from cuflash.request import layouts, options, traced
 from cuflash.request.layouts import Boxes
 from cuflash.request.problem import FEW_STATES, Layout, Problem, Signature
 
@@ -56,7 +56,8 @@ class Recipe:
         and of its results. None if there are no options or no tangents.
     ordered : callable
         Puts in the order of the struct's pointers: null, the seed, the one
-        length of caches, the addresses of `reads`, of `writes` and of buffers.
+        length of caches, the numbers of `mod_arrays`, the addresses of
+        `reads`, of `writes` and of buffers.
     boxes : tuple of (int, Boxes)
         The indices of the pointers that have a TensorMap too.
     repeats : bool
@@ -81,7 +82,10 @@ class Recipe:
 
 
 # What `Recipe.ordered` takes before addresses.
-_FIRST = "null", "seed", "cache_seqlen"
+_FIRST = (
+    "null", "seed", "cache_seqlen",
+    *(f"mod_numbers[{i}]" for i in range(traced.MOST)),
+)  # fmt: skip
 
 
 # ---- Plans ----
@@ -186,7 +190,11 @@ def recipe_of(
         _take(results),
         itemgetter(*(index.get(x, 0) for x in names.values())),
         _boxes(kind, pointers, taken, decided.tile),
-        not (signature.problem.dropout or "cache_seqlen" in names),
+        not (
+            signature.problem.dropout
+            or signature.problem.mod_numbers
+            or "cache_seqlen" in names
+        ),
     )
 
 
@@ -240,6 +248,8 @@ def _constants(
     }  # fmt: skip
     if "options" in fields:
         found["options"] = options.numbers(signature, taken)
+    if "expression" in fields:
+        found["expression"] = traced.array_numbers(p.mod_arrays, taken)
     rows = {x: y for x, y in taken.items() if len(y.shape) == 4}
     found |= layouts.row_strides(rows)
     return {name: x for name, x in found.items() if name in fields}

@@ -14,6 +14,7 @@ from cuflash.launch.recipe import Recipe, remembered
 from cuflash.launch.shapes import lse_shape_of, out_shape_of
 from cuflash.request.layouts import Boxes
 from cuflash.request.problem import Call, Signature
+from cuflash.request.traced import bits
 
 
 def run(
@@ -38,8 +39,9 @@ def run(
     if recipe.workspace:
         kept, buffers = backend.workspace(recipe.workspace)
     addresses = recipe.ordered((
-        0, call.seed, call.cache_seqlens, *backend.address(read),
-        *backend.address(written, written=True), *buffers,
+        0, call.seed, call.cache_seqlens, *bits(call.mod_numbers),
+        *backend.address(read), *backend.address(written, written=True),
+        *buffers,
     ))  # fmt: skip
     if recipe.repeats:
         arguments = _arguments(recipe, backend.tensor_map, addresses)

@@ -15,9 +15,9 @@ import numpy as np
 
 from cuflash.launch import c_structs
 from cuflash.launch.c_structs import Fields, described
-from cuflash.launch.directions import MOST_MOD_ARRAYS
 from cuflash.launch.parts import DIRECTIONS
 from cuflash.request.problem import FEW_STATES, MOST_STATES
+from cuflash.request.traced import MOST as MOST_MOD_ARRAYS
 
 # ---- Composing a struct of parts, and choosing one ----
 

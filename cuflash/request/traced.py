@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import numbers
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ from cuflash.errors import (
 from cuflash.expressions import trace
 from cuflash.expressions.nodes import Kind
 from cuflash.expressions.text import DTYPES, MOST_AXES
+from cuflash.request import layouts
+from cuflash.request.problem import Layout
 
 # Of arrays, and of numbers, which kernels' arguments have room for.
 MOST = 8
@@ -35,6 +37,10 @@ _MARK = "mod_arrays["
 def named(name: str) -> str:
     """What errors call an array of `mod_arrays`."""
     return f"mod_arrays[{name!r}]"
+
+
+_NUMBERS = frozenset((bool, int, float))
+_NO_BITS = (0,) * MOST
 
 
 def slot(index: int) -> str:
@@ -58,10 +64,11 @@ def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"mod_arrays has the name {name!r}, expected that of a"
                 " function's keyword argument"
             )
-        if isinstance(value, (numbers.Real, np.bool_)):
-            values[name] = (
-                value.item() if isinstance(value, np.generic) else value
-            )
+        if type(value) in _NUMBERS:
+            values[name] = value
+        elif isinstance(value, (np.generic, numbers.Real)):
+            item = getattr(value, "item", None)
+            values[name] = item() if item else float(value)
         elif hasattr(value, "shape"):
             arrays[named(name)] = value
         else:
@@ -109,57 +116,49 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
                 " one of them: no other option reads it"
             )
         return Recorded()
-    given = _given(
-        tuple([
-            (name, x.dtype, tuple(x.shape), tuple(x.strides))
-            for name, x in arrays.items()
-        ]),
-        tuple([(name, _kind(x)) for name, x in values.items()]),
-    )  # fmt: skip
+    given, names, values_of = _given(
+        tuple([(n, x.dtype, x.shape, x.strides) for n, x in arrays.items()]),
+        tuple([(name, type(x)) for name, x in values.items()]),
+    )
     found: list[tuple[str, Any]] = []
-    unread = {name for name, _ in (*given.arrays, *given.numbers)}
     for role, function in functions:
-        graph, names = trace.recorded(function, role, given)
+        graph, read = trace.recorded(function, role, given)
         found.append((role, graph))
-        unread -= names
+        names = names - read
+    unread = names
     if unread:
         name = min(unread)
         raise ExpressionError(
             f"mod_arrays has {name!r}, which neither function names:"
             f" add it to the keyword arguments, def f(..., *, {name})"
         )
-    if arrays:
-        found.append(("mod_arrays", tuple([x for _, x in given.arrays])))
-    if values:
-        found.append(("mod_numbers", len(values)))
+    found += values_of
     if options.get("return_dmod"):
         wanted = _slots(options["return_dmod"], given, "score_mod" in options)
         found.append(("return_dmod", wanted))
     return Recorded(
         tuple(found),
         tuple(arrays),
-        tuple([_checked(x, y) for x, y in values.items()]),
+        tuple([_checked(x, y) for x, y in values.items()]) if values else (),
     )
 
 
-def _kind(value: Any) -> Kind:
-    if isinstance(value, bool):
-        return "bool"
-    return "int" if isinstance(value, numbers.Integral) else "real"
-
-
 def _checked(name: str, value: Any) -> Any:
-    if _kind(value) == "int" and not -(2**63) <= value < 2**63:
+    if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueRangeError(
             f"{named(name)} is {value}, expected an int of 64 bits"
         )
-    return float(value) if _kind(value) == "real" else value
+    return value
+
+
+_KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "real"}
 
 
 @functools.lru_cache(maxsize=4096)
 def _given(
-    arrays: tuple[tuple, ...], values: tuple[tuple[str, Kind], ...]
-) -> trace.Given:
+    arrays: tuple[tuple, ...], values: tuple[tuple[str, type], ...]
+) -> tuple[trace.Given, frozenset[str], tuple[tuple[str, Any], ...]]:
+    """What functions are recorded with, all names, and a problem's fields."""
     for what, count in ("arrays", len(arrays)), ("numbers", len(values)):
         if count > MOST:
             raise UnsupportedError(
@@ -179,16 +178,28 @@ def _given(
                 f"{name} has {len(shape)} axes, expected at most {MOST_AXES}:"
                 " flatten some, and compute the index"
             )
+        if not shape:
+            raise UnsupportedError(
+                f"{name} has no axes: pass a number, x.item(), or x.reshape(1)"
+            )
         if any(x >= 2**31 for x in shape):
             raise UnsupportedError(
                 f"{name} has shape {shape}, expected axes below 2**31"
             )
-        unit = [i for i, x in enumerate(strides) if x == known.itemsize]
+        # The last axis alone: it is one in a copy, too.
+        unit = (len(shape) - 1,) if strides[-1:] == (known.itemsize,) else ()
         inner = name[len(_MARK) + 1 : -2]
-        kinds.append(
-            (inner, trace.ArrayKind(known.name, len(shape), tuple(unit[-1:])))
-        )
-    return trace.Given(tuple(kinds), values)
+        kinds.append((inner, trace.ArrayKind(known.name, len(shape), unit)))
+    given = trace.Given(
+        tuple(kinds), tuple((name, _KINDS[kind]) for name, kind in values)
+    )
+    fields: list[tuple[str, Any]] = []
+    if kinds:
+        fields.append(("mod_arrays", tuple(x for _, x in kinds)))
+    if values:
+        fields.append(("mod_numbers", len(values)))
+    names = frozenset(x for x, _ in (*given.arrays, *given.numbers))
+    return given, names, tuple(fields)
 
 
 def _slots(
@@ -224,8 +235,38 @@ def _as_numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
 
 
+def array_numbers(
+    kinds: Sequence[trace.ArrayKind], taken: Mapping[str, Layout]
+) -> dict[str, Any]:
+    """The fields of `ExpressionNumbers`: sizes and strides of the arrays.
+
+    Parameters
+    ----------
+    kinds : sequence of ArrayKind
+        `Problem.mod_arrays`.
+    taken : mapping of str to Layout
+        The arrays as kernels read them.
+    """
+    sizes = np.ones((MOST, MOST_AXES), np.int64)
+    strides = np.zeros((2, MOST, MOST_AXES), np.int64)
+    for i, kind in enumerate(kinds):
+        layout, axes = taken[slot(i)], slice(kind.ndim)
+        sizes[i, axes] = layout.shape
+        strides[0, i, axes] = layouts.element_strides(layout)
+        strides[1, i, axes] = layouts.element_strides(
+            layouts.new(layout.shape or (1,), layout.dtype)
+        )[axes]
+    return {
+        "sizes": sizes.ravel(),
+        "strides": strides[0].ravel(),
+        "dmod_strides": strides[1].ravel(),
+    }
+
+
 def bits(values: tuple[Any, ...]) -> tuple[int, ...]:
     """Numbers as the kernels' arguments hold them: 64 bits each."""
+    if not values:
+        return _NO_BITS
     found = [
         int.from_bytes(struct.pack("<d", x), "little")
         if isinstance(x, float) else int(x) % 2**64

@@ -412,7 +412,9 @@ def option_gradients(case):
     return {
         option.name: True
         for option in options_of_calls.TABLE
-        if option.of_gradients and set(option.needs) <= set(case.arrays_of)
+        if option.of_gradients
+        and option.needs
+        and set(option.needs) <= set(case.arrays_of)
     }
 
 

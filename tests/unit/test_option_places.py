@@ -22,7 +22,7 @@ PLACES = {
         "from functions to graphs",
         "score_mod mask_mod mod_arrays return_dmod",
     ),
-    "expressions": ("what they may do", "score_mod mask_mod mod_arrays"),
+    "expressions": ("the two roles", "score_mod mask_mod mask"),
     "request/checks": ("one check each", "window softcap dropout seed"),
     "request/fields": (
         "of structs", "window softcap dropout max_seqlen_q max_seqlen_k",
@@ -60,6 +60,9 @@ PLACES = {
     "plans/plan": (
         "tuned tiles", "window segment_ids max_seqlen_q max_seqlen_k",
     ),
+    "plans/expression": (
+        "the kernels' texts", "score_mod mask_mod mod_arrays return_dmod",
+    ),
     "plans/steps": (
         "dtypes, launches", "bias window segment_ids max_seqlen_k return_dsink"
     ),
@@ -69,13 +72,17 @@ PLACES = {
     # What runs.
     "launch/attention": (
         "what is returned",
-        "bias cu_seqlens_q cu_seqlens_k max_seqlen_q return_dbias return_dsink"
-        " sink",
+        "bias cu_seqlens_q cu_seqlens_k max_seqlen_q return_dbias return_dmod"
+        " return_dsink sink",
     ),
-    "launch/directions": ("pointers of its own", "cu_seqlens_q seed"),
+    "launch/directions": (
+        "pointers of its own", "cu_seqlens_q mod_arrays seed",
+    ),
     "launch/kvcache": ("packed queries", "cu_seqlens_q"),
     "launch/parts": ("a seed that changes", "seed"),
-    "launch/recipe": ("a seed that changes", "dropout seed"),
+    "launch/recipe": (
+        "what changes from call to call", "dropout mod_arrays seed",
+    ),
     "launch/run": ("a seed that changes", "seed"),
     "launch/structs": ("its terms", "softcap"),
     "backends/numpy": (

@@ -140,7 +140,7 @@ def test_the_table_of_options_matches_hopper():
 def api_options():
     """Return forward's options that a family may not support."""
     names = list(inspect.signature(cuflash.forward).parameters)
-    others = {"seed", "max_seqlen_q", "max_seqlen_k"}
+    others = {"seed", "max_seqlen_q", "max_seqlen_k", "mod_arrays"}
     return set(names[names.index("window") :]) - others
 
 

@@ -50,16 +50,36 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 extern "C" {
 float fabsf(float), copysignf(float, float), fmaxf(float, float), fminf(float, float);
 float fmaf(float, float, float), expf(float), exp2f(float), logf(float), tanhf(float);
-float sqrtf(float), rintf(float);
+float sqrtf(float), rintf(float), floorf(float), ceilf(float), truncf(float);
+float expm1f(float), log2f(float), log10f(float), log1pf(float), sinf(float), cosf(float);
+float powf(float, float), fmodf(float, float);
 double fabs(double), fmax(double, double), fma(double, double, double);
-double exp(double), log(double), tanh(double);
+double exp(double), log(double), tanh(double), copysign(double, double);
+double sqrt(double), rint(double), floor(double), ceil(double), trunc(double);
+double exp2(double), expm1(double), log2(double), log10(double), log1p(double);
+double sin(double), cos(double), pow(double, double), fmod(double, double);
 }
 inline float fabs(float x) { return fabsf(x); }
 inline float fmax(float a, float b) { return fmaxf(a, b); }
 inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+inline float fmod(float a, float b) { return fmodf(a, b); }
+inline float pow(float a, float b) { return powf(a, b); }
+inline float copysign(float a, float b) { return copysignf(a, b); }
 inline float exp(float x) { return expf(x); }
+inline float exp2(float x) { return exp2f(x); }
+inline float expm1(float x) { return expm1f(x); }
 inline float log(float x) { return logf(x); }
+inline float log2(float x) { return log2f(x); }
+inline float log10(float x) { return log10f(x); }
+inline float log1p(float x) { return log1pf(x); }
 inline float tanh(float x) { return tanhf(x); }
+inline float sqrt(float x) { return sqrtf(x); }
+inline float sin(float x) { return sinf(x); }
+inline float cos(float x) { return cosf(x); }
+inline float floor(float x) { return floorf(x); }
+inline float ceil(float x) { return ceilf(x); }
+inline float trunc(float x) { return truncf(x); }
+inline float rint(float x) { return rintf(x); }
 
 // Integers only. CUDA's min and max of floats ignore NaN.
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
@@ -78,6 +98,11 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __int_as_float(int bits) {
     float x;
     __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+inline double __longlong_as_double(long long bits) {
+    double x;
+    __builtin_memcpy(&x, &bits, 8);
     return x;
 }
 inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }

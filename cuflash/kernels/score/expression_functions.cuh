@@ -42,8 +42,7 @@ inline Truth truth(Truth x) { return x; }
 inline Truth truth(bool x) { return {x, !x}; }
 
 template <class T> inline T infinite() {
-    if constexpr (sizeof(T) == 8) return __longlong_as_double(0x7FF0000000000000LL);
-    else return __int_as_float(0x7F800000);
+    return static_cast<T>(__int_as_float(0x7F800000));
 }
 // Nothing is known: half of what an i64 holds, so that ends can be added once more.
 template <class T> inline Interval<T> unknown() {
