@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.expressions import derivative, nodes
-from cuflash.expressions.evaluate import Values
+from cuflash.expressions.evaluate import Buffers, ModArrays, Values
 from cuflash.expressions.intervals import ALL, NONE, Extremes, Intervals
 from cuflash.expressions.nodes import Node
 from cuflash.reference.expressions import Dual, HeadIndices
@@ -49,8 +49,10 @@ class Recorded:
         names = map(slot, range(len(p.mod_arrays)))
         self.arrays = tuple(call.options[x] for x in names)
         self.numbers = call.mod_numbers
+        check = read("CUFLASH_CHECK") == "1"
+        self.given = ModArrays(self.arrays, self.numbers, check)
+        self.buffers = Buffers()
         self.sums = {x: np.zeros(self.arrays[x].shape) for x in p.return_dmod}
-        self.check = read("CUFLASH_CHECK") == "1"
         self.extremes = Extremes(self.arrays)
         self.visibility: dict[tuple, np.ndarray] = {}
 
@@ -140,11 +142,14 @@ class Expressions:
         heads = options.head_indices or HeadIndices()
         b, h = (np.asarray(x)[..., None, None] for x in heads)
         self._heads = {_B: b, _H: h}
-        leaves = dict(zip(_LENGTHS, map(np.int64, self.lengths), strict=True))
+        leaves: dict[Node, Any] = dict(
+            zip(_LENGTHS, map(np.int32, self.lengths), strict=True)
+        )
         roots = [x for x in (self.score, self.recorded.mask) if x is not None]
-        values = self._values({**leaves, **self._heads})
+        leaves |= self._heads
         of_heads = [x for x in nodes.in_order(roots) if x.of_head]
-        self._leaves = {**leaves, **self._heads, **values.kept(of_heads)}
+        values = Values(leaves, self.recorded.given, real).of(*of_heads)
+        self._leaves = leaves | dict(zip(of_heads, values, strict=True))
 
     @property
     def score(self) -> Node | None:
@@ -188,8 +193,8 @@ class Expressions:
     def visible(self, tile: Tile) -> np.ndarray:
         """Return the tile's pairs, broadcastable to all."""
         assert self.recorded.mask is not None
-        mask = self._values(self._of(tile)).of(self.recorded.mask)
-        return np.asarray(mask)
+        values = Values(self._of(tile), self.recorded.given, self.real)
+        return np.asarray(*values.of(self.recorded.mask))
 
     def _flags(self, rows: slice, grain: int) -> np.ndarray:
         """Return the visibility of grains of keys, for some queries."""
@@ -223,47 +228,48 @@ class Expressions:
     def scored(self, x: np.ndarray, tile: Tile) -> np.ndarray:
         """Return f(x), an array of its own, or x itself."""
         assert self.score is not None
-        values = self._values({**self._of(tile), nodes.SCORE: x})
-        return self._whole(values.of(self.score), x)
+        (s,) = self._values(x, tile).of(self.score)
+        return _whole(s, x)
 
     def differentiated(
         self, x: np.ndarray, tile: Tile, visible: np.ndarray | None
     ) -> tuple[np.ndarray, Slopes]:
         """Return f(x), to be overwritten, and its derivatives."""
         assert self.score is not None
-        values = self._values({**self._of(tile), nodes.SCORE: x})
-        s = self._whole(values.of(self.score), x)
-        slope = derivative.slope(self.score)
         slots = tuple(self.recorded.sums)
+        slope = derivative.slope(self.score)
         gathers = derivative.of_gathers(self.score, slots) if slots else {}
+        indices = [x for gather in gathers for x in gather.args]
+        values = self._values(x, tile)
+        s, of_score, *others = values.of(
+            self.score, slope, *gathers.values(), *indices
+        )
         of_gathers = [
-            Gathered(
-                self.recorded.sums[g.value[0]], *values.place(g),
-                values.of(by),
-            )
-            for g, by in gathers.items()
-        ]  # fmt: skip
-        of_score = values.of(slope)
-        if any(y is s for y in (of_score, *(g.slope for g in of_gathers))):
+            Gathered(self.recorded.sums[g.value[0]], *values.place(g), by)
+            for g, by in zip(gathers, others, strict=False)
+        ]
+        s = _whole(s, x)
+        if any(y is s for y in (of_score, *others)):
             s = s.copy()
         return s, Slopes(of_score, of_gathers, visible)
 
-    def _whole(self, s: Any, x: np.ndarray) -> np.ndarray:
-        """Return a score of each pair, in memory of its own."""
-        if np.shape(s) == x.shape and s.dtype == x.dtype:
-            return s
-        return np.broadcast_to(s, x.shape).astype(x.dtype)
-
     def _of(self, tile: Tile) -> dict[Node, Any]:
-        query, key = np.arange(*tile[:2]), np.arange(*tile[2:])
+        query = np.arange(*tile[:2], dtype=np.int32)
+        key = np.arange(*tile[2:], dtype=np.int32)
         return self._leaves | {_QUERY: query[:, None], _KEY: key[None]}
 
-    def _values(self, leaves: dict[Node, Any]) -> Values:
-        recorded = self.recorded
-        return Values(
-            leaves, recorded.arrays, recorded.numbers, self.real,
-            recorded.check,
-        )  # fmt: skip
+    def _values(self, x: np.ndarray, tile: Tile) -> Values:
+        """Values of a tile; their memory is the next tile's, too."""
+        recorded, leaves = self.recorded, self._of(tile)
+        leaves[nodes.SCORE] = x
+        return Values(leaves, recorded.given, self.real, recorded.buffers)
+
+
+def _whole(s: Any, x: np.ndarray) -> np.ndarray:
+    """Return a score of each pair, in memory of its own."""
+    if np.shape(s) == x.shape:
+        return s
+    return np.broadcast_to(s, x.shape).astype(x.dtype)
 
 
 def _twice(number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -277,32 +283,26 @@ class Gathered(NamedTuple):
     ----------
     total : ndarray of float64
         The sum of the gradient.
-    places : tuple of ndarray of int
+    place : ndarray of int
+        Among the array's elements in C order.
     inside : ndarray of bool
     slope : ndarray or float
         f_a.
     """
 
     total: np.ndarray
-    places: tuple[np.ndarray, ...]
+    place: np.ndarray
     inside: np.ndarray
     slope: Any
 
     def add(self, ds: np.ndarray, visible: np.ndarray | None) -> None:
-        """Add the sums of f_a dS by the place that pairs read."""
+        """Add f_a dS to the sums, by the place that pairs read."""
         terms = _times(ds, self.slope, visible)
-        shape = np.broadcast_shapes(
-            *map(np.shape, (*self.places, self.inside))
-        )
+        shape = np.broadcast_shapes(self.place.shape, self.inside.shape)
         shape = (1,) * (ds.ndim - len(shape)) + shape
-        inside = np.broadcast_to(self.inside, shape)
         terms = reduce_to_shape(terms, shape)
-        if not self.places:
-            self.total[...] += terms.sum()
-            return
-        strides = np.array(self.total.strides) // self.total.itemsize
-        place = sum(x * y for x, y in zip(self.places, strides, strict=True))
-        place = np.broadcast_to(place, shape)
+        place = np.broadcast_to(self.place, shape)
+        inside = np.broadcast_to(self.inside, shape)
         if not inside.all():
             place, terms = place[inside], terms[inside]
         _add_at(self.total.reshape(-1), place.ravel(), terms.ravel())
