@@ -43,7 +43,8 @@ PLACES = {
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
     "request/validate/attention": (
         "bounds, packing, a shape, a seed, directions",
-        "bias cu_seqlens cu_seqlens_q mask_mod score_mod seed window",
+        "alibi_slopes bias cu_seqlens cu_seqlens_q mask_mod score_mod seed"
+        " window",
     ),
     "request/validate/functions": (
         "what built-in options give", "mask_mod score_mod softcap window",
