@@ -71,7 +71,8 @@ PLACES = {
         "the kernels' texts", "score_mod mask_mod mod_arrays return_dmod",
     ),
     "plans/steps": (
-        "dtypes, launches", "bias window segment_ids max_seqlen_k return_dsink"
+        "dtypes, launches",
+        "bias mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
     "plans/sm90": (
         "memory, registers", "alibi_slopes bias mask segment_ids window",
