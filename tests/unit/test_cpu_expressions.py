@@ -253,6 +253,16 @@ def test_an_empty_array_reads_0():
     assert got[5]["table"].shape == (0, 5)
 
 
+def test_an_array_that_no_score_reads_has_a_gradient_of_0():
+    def capped(score, b, h, i, j, *, table):
+        return 3.0 * np.tanh(score / 3.0)
+
+    arrays = inputs()
+    got = called(*arrays, score_mod=capped, **WITH_TABLE)
+    assert_results(got[:5], called(*arrays, softcap=3.0), ATOL["float64"])
+    assert_arrays_equal(got[5]["table"], np.zeros(TABLE.shape), "dmod")
+
+
 def test_an_index_outside_raises_if_asked(monkeypatch):
     monkeypatch.setenv("CUFLASH_CHECK", "1")
     q, k, v, _ = inputs()

@@ -72,14 +72,6 @@ class Recorded:
                 found[name] = Replayed(self, root)
         return found | {"head_indices": heads}
 
-    def gradients(self) -> list[np.ndarray]:
-        """Return the gradients, with the dtypes of their arrays."""
-        with np.errstate(over="ignore"):
-            return [
-                x.astype(self.arrays[i].dtype.newbyteorder("="))
-                for i, x in self.sums.items()
-            ]
-
 
 class Replayed:
     """A recorded function, to be called as the user's is."""
@@ -115,6 +107,19 @@ class Replayed:
         """Add gradients of arrays, by their names in `Recorded.options`."""
         for number, total in self.recorded.sums.items():
             total += gradients[slot(number)]
+
+
+def gradients(call: Call, score: Replayed | None) -> list[np.ndarray]:
+    """Return those of return_dmod, like their arrays; 0 without a score."""
+    found = []
+    for number in call.problem.return_dmod:
+        array = call.options[slot(number)]
+        total = np.zeros(array.shape)
+        if score is not None:
+            total = score.recorded.sums[number]
+        with np.errstate(over="ignore"):
+            found.append(total.astype(array.dtype.newbyteorder("=")))
+    return found
 
 
 def _called(name: str, *args: Any) -> Dual:
