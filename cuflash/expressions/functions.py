@@ -51,6 +51,11 @@ class Function:
     partials: Partials | None = None
     least: Kind = "bool"
 
+    @property
+    def operands(self) -> int:
+        """How many it takes."""
+        return _OPERANDS.get(self.name, 2)
+
 
 # ---- What differs between Python, NumPy and C, written out ----
 
@@ -117,10 +122,10 @@ def _of_remainder(_: Node, args: tuple[Node, ...]) -> tuple[Node, ...]:
 def _of_power(y: Node, args: tuple[Node, ...]) -> tuple[Node, Node | None]:
     x, p = args
     below = apply("power", x, apply("subtract", p, constant(1.0)))
-    by_base = apply("multiply", p, below)
+    by_base = apply("product_if", p, below)  # of x^0: 0, also at 0
     if p.is_constant:
         return by_base, None
-    return by_base, apply("multiply", y, apply("log", x))
+    return by_base, apply("product_if", y, apply("log", x))
 
 
 def _of_choice(_: Node, args: tuple[Node, ...]) -> tuple[Node | None, ...]:
@@ -275,6 +280,12 @@ _OTHERS = (
             a, b)), "real",
     ),
 )  # fmt: skip
+
+_OPERANDS = {
+    **dict.fromkeys([row.name for row in _REALS], 1),
+    "negative": 1, "absolute": 1, "sign": 1, "isnan": 1, "isinf": 1,
+    "invert": 1, "to_int": 1, "to_real": 1, "where": 3,
+}  # fmt: skip
 
 _ALL = (*_REALS, *_ARITHMETIC, *_TRUTHS, *_BITS, *_OTHERS)
 FUNCTIONS = {row.name: row for row in _ALL}
