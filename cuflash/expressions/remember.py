@@ -34,7 +34,7 @@ class _ChangeableError(Exception):
     """Something may change without a trace in the key."""
 
 
-class _Same:
+class Same:
     """A value that only itself equals; kept alive by the key it is in."""
 
     __slots__ = ("value",)
@@ -43,7 +43,7 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -109,7 +109,7 @@ class _Content:
         if kind is ModuleType and _root(value) in _LIBRARIES:
             return value
         if id(value) in self._within:
-            return _Same(value)
+            return Same(value)
         if depth > _DEEPEST:
             raise _ChangeableError
         self._within.add(id(value))
@@ -158,7 +158,7 @@ class _Content:
             try:
                 parts.append(self.of(cell.cell_contents, depth))
             except ValueError:  # not assigned so far
-                parts.append(_Same(cell))
+                parts.append(Same(cell))
         parts += [self.of(x, depth) for x in function.__defaults__ or ()]
         named = function.__kwdefaults__ or {}
         parts += [(x, self.of(y, depth)) for x, y in named.items()]
@@ -174,19 +174,19 @@ class _Content:
     def _of_object(self, kind: type, value: Any, depth: int) -> Any:
         """By identity, and by the attributes that codes name."""
         if kind in (BuiltinFunctionType, np.ufunc, np.dtype, type(np.where)):
-            return _Same(value)
+            return Same(value)
         if kind in (property, classmethod, staticmethod):
             inner = "fget" if kind is property else "__func__"
             return kind, self.of(getattr(value, inner), depth)
         if isinstance(value, type):
             if _root(value) in _LIBRARIES or value.__module__ == "builtins":
-                return _Same(value)
+                return Same(value)
             own = _all_of(value)
         elif kind is ModuleType:
             own = vars(value)
         else:
             own = self._of_instance(kind, value)
-        return _Same(value), tuple([
+        return Same(value), tuple([
             (name, self.of(x, depth)) for name, x in own.items()
             if name in self.names or name == "__call__"
         ])  # fmt: skip

@@ -28,7 +28,7 @@ from cuflash.expressions.functions import (
     converted,
 )
 from cuflash.expressions.nodes import INDICES, LENGTHS, SCORE, Kind, Node
-from cuflash.expressions.remember import fingerprint
+from cuflash.expressions.remember import Same, fingerprint
 
 # A graph of more nodes is a loop that its author did not mean to unroll.
 MOST_NODES = 2000
@@ -743,7 +743,8 @@ def recorded(
     own = fingerprint(function)
     if own is None:
         return record(function, role, given)
-    key = own, role, given
+    # `given` by its identity, which callers remember: the key holds it.
+    key = own, role, Same(given)
     found = _RECORDED.get(key)
     if found is None:
         found = record(function, role, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cuflash.expressions import derivative, nodes
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.options import acts, has_order
@@ -31,8 +32,10 @@ from .steps import (
     option_buffers,
     option_constants,
     option_launches,
+    order_launches,
     rounding_launch,
     run_tiles,
+    skips_tiles,
     some_options,
     tile_bytes,
     window_of,
@@ -60,6 +63,11 @@ _REGISTERS = {(2, 1): 196, (3, 1): 128, (1, 2): 188, (1, 3): 96}
 _OPTION_REGISTERS = 32
 
 
+# Extra registers for a user's function of scores, unless it only adds to
+# them, in a call without other options.
+_USER_REGISTERS = 24
+
+
 MBARRIER_BYTES, _WORK_BYTES = 8, 20
 
 _PANEL_COLUMNS = 64  # common/smem.cuh
@@ -82,7 +90,15 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    """Whether the kernels support the problem; see `runs_derivatives` too."""
+    """Whether the kernels support the problem; see `runs_derivatives` too.
+
+    They do not skip tiles of packed sequences for a user's mask. Integer sums
+    of dQ need a bound of dS, which the slope of a user's function may exceed.
+    """
+    if problem.mask_mod is not None and is_packed(problem):
+        return False
+    if _score_bends(problem) and has_integer_dq(problem):
+        return False
     return (
         device.arch == "sm_90a"
         and problem.seqlen_k > 0
@@ -149,6 +165,7 @@ def _has_alibi_mma(problem: Problem) -> bool:
         problem.alibi_slopes
         and not problem.bias
         and "bends" not in acts(problem)
+        and problem.score_mod is None
         and max(head_dims(problem)) <= _WIDEST_WITH_SLOPES
     )
 
@@ -159,12 +176,24 @@ def _slopes_bytes(tile: Tile) -> int:
 
 def _has_sparse_tiles(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's SPARSE_TILES."""
-    return problem.segment_ids or problem.mask
+    return problem.mask or skips_tiles(problem)
 
 
 def _has_dynamic_scheduler(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's DYNAMIC_SCHEDULER."""
-    return is_packed(problem) or problem.segment_ids
+    return is_packed(problem) or skips_tiles(problem)
+
+
+def _score_bends(problem: Problem) -> bool:
+    """Whether the user's function of a score has a slope other than 1."""
+    if problem.score_mod is None:
+        return False
+    return not nodes.same_constant(derivative.slope(problem.score_mod), 1)
+
+
+def _bends(problem: Problem) -> bool:
+    """sm90/backward_constants.cuh's SCORES_BEND."""
+    return "bends" in acts(problem) or _score_bends(problem)
 
 
 def _forward_shared(problem: Problem, tile: Tile) -> int:
@@ -176,6 +205,10 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
     room = _REGISTERS.get((tile.block_q // 64, tile.blocks_per_sm), 0)
     used = tile.block_k * 3 // 4 + dv // 2
+    if problem.score_mod is not None and (
+        _score_bends(problem) or acts(problem) != {"adds"}
+    ):
+        used += _USER_REGISTERS
     bent_and_more = "bends" in acts(problem) and (
         problem.bias or problem.segment_ids or is_packed(problem)
     )
@@ -241,6 +274,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile, "Wgmma"),
+            *order_launches(problem, tile, "Wgmma"),
             Launch(kernel, min(schedule.items, blocks)),
         ),
         heads_per_section=_section_heads(problem, tile, device),
@@ -256,7 +290,7 @@ def _option_buffers(
     problem: Problem, tile: Tile, tiles_of_head: int
 ) -> tuple[Buffer, ...]:
     """With the order of tiles that the blocks follow."""
-    ordered = problem.batch * tiles_of_head if problem.segment_ids else 0
+    ordered = problem.batch * tiles_of_head if skips_tiles(problem) else 0
     order = Buffer("tile_order", 4, ordered)
     return (*option_buffers(problem, tile), *([order] if ordered else []))
 
@@ -298,8 +332,8 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
     As many heads as keep their K and V in L2. With packed sequences (dynamic
     scheduler), at least as many as keep all blocks busy in the last section,
     in sections of equal size. With a bias and no window, one head; a few if
-    heads may share the bias and it does not fit in L2. With segment ids, see
-    `_ordered_heads`.
+    heads may share the bias and it does not fit in L2. Where tiles are
+    skipped, see `_ordered_heads`.
     """
     d, dv = head_dims(problem)
     heads = problem.batch * problem.num_heads_q
@@ -310,7 +344,7 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
         heads,
         visible_keys * (d + dv) * 2 // problem.group_size,
     )
-    if problem.segment_ids:
+    if skips_tiles(problem):
         return _ordered_heads(problem.num_heads_q, fitting)
     if is_packed(problem):
         num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
@@ -356,7 +390,8 @@ def has_integer_dq(problem: Problem) -> bool:
     Otherwise a deterministic dQ is summed in order, for which the key tiles
     that visit a query tile have to be consecutive.
     """
-    return problem.deterministic and not has_order(problem, "sm90")
+    in_order = has_order(problem, "sm90") and problem.mask_mod is None
+    return problem.deterministic and not in_order
 
 
 # A KeyMaxima of sm90/integer_dq.cuh.
@@ -406,7 +441,7 @@ def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     Where key tiles have few iterations, and without options where shared
     memory has room for it and it was no slower: at head_dim up to 64.
     """
-    if not {"window", "segment_ids"}.isdisjoint(problem.options):
+    if not {"window", "segment_ids", "mask_mod"}.isdisjoint(problem.options):
         return True
     is_plain = acts(problem) <= {"rows"}
     return is_plain and tile.block_q > 64 and tile.num_stages == 2
@@ -436,8 +471,8 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         + dq
         + barriers * MBARRIER_BYTES
         + 2 * work
-        # has_segment_boundary
-        + 4 * (tile.num_stages if problem.segment_ids else 1),
+        # has_boundary
+        + 4 * (tile.num_stages if skips_tiles(problem) else 1),
         1024,
     )
 
@@ -450,7 +485,11 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
         return False  # a warpgroup computes all 64 rows, and 64 columns, of dq
     if tile.block_q > 64 and d > 64:
         return False  # or 64 rows, and all columns
-    if acts(problem) & {"bends", "drops"} and tile.block_q > 64:
+    needs_p = _bends(problem) or "drops" in acts(problem)
+    needs_products = problem.score_mod is not None and (
+        problem.return_dbias or bool(problem.return_dmod)
+    )
+    if tile.block_q > 64 and (needs_p or needs_products):
         return False  # no registers for derivatives, or for P and kept P
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
@@ -498,7 +537,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("INTEGER_DQ", integers),
         ("CAUSAL", integers and problem.causal),
         options=(
-            *("SOFTCAP", "ALIBI", "BIAS", "SEGMENTS"),
+            *("SOFTCAP", "ALIBI", "BIAS", "SCORE_MOD", "SEGMENTS"),
             *(("WINDOW", "DROPOUT") if integers else ()),
         ),
     )  # fmt: skip
@@ -513,6 +552,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("INTEGER_DQ", integers),
         ("STAGES", tile.num_stages),
         ("SHARED_BYTES", shared),
+        ("SCORE_BENDS", _score_bends(problem)),
         *option_constants(problem, "Wgmma"),
         *of_narrow,
         kind=wide, ptxas_level=tile.ptxas_level,
@@ -530,7 +570,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         # q and dout have 2 bytes per element, the sums of dq 4
         problem.group_size * visible_queries * (6 * d + 2 * dv),
     )
-    if problem.segment_ids:
+    if skips_tiles(problem):
         heads = _ordered_heads(problem.num_heads_kv, heads)
     if in_order:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
@@ -548,6 +588,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         tile,
         (
             *option_launches(problem, tile, "Wgmma"),
+            *order_launches(problem, tile, "Wgmma"),
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
             *lse_rest_launches(problem, "Wgmma"),
             Launch(rows, q_tiles),
@@ -601,7 +642,9 @@ def _maxima_launches(
             ("NUM_THREADS", ROW_THREADS),
             ("LANES", lanes),
             ("SHARED_BYTES", shared),
-            *some_options(problem, "Wgmma", "SEGMENTS", "ALIBI", "BIAS"),
+            *some_options(
+                problem, "Wgmma", "SEGMENTS", "ALIBI", "BIAS", "SCORE_MOD"
+            ),
         ),
         threads=ROW_THREADS,
         shared_bytes=shared,

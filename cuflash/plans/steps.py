@@ -300,11 +300,12 @@ def delta_launch(
 def option_launches(
     problem: Problem, tile: Tile, kind: str = ""
 ) -> tuple[Launch, ...]:
-    """Launches that prepare segment ranges or packed sequences.
+    """Launches that prepare tile flags, segment ranges, packed sequences.
 
     These kernels depend on no other option, so they serve calls with any
-    others. Only the order of tiles depends on the window too.
+    others.
     """
+    mask_flags = _tile_flag_launches(problem, tile, kind)
     flags = some_options(problem, kind, "SEGMENTS")
     constants = (("NUM_THREADS", ROW_THREADS), *flags)
     if problem.segment_ids:  # one warp per tile
@@ -317,9 +318,7 @@ def option_launches(
         )
         warps = sum(_tiles_of_segments(problem, tile))
         ranges = Launch(kernel, ceil_div(warps * 32, ROW_THREADS))
-        if not kind:
-            return (ranges,)
-        return ranges, _order_launch(problem, tile, kind)
+        return *mask_flags, ranges
     if is_packed(problem):
         kernel = KernelPlan(
             file="prepare/packed_sequences.cu",
@@ -329,28 +328,79 @@ def option_launches(
             shared_bytes=16 * ROW_THREADS,
         )
         return (Launch(kernel, 1),)
-    return ()
+    return mask_flags
 
 
-def _order_launch(problem: Problem, tile: Tile, kind: str) -> Launch:
-    """Computes the order in which the dynamic scheduler hands out tiles."""
+def count_tile_flags(problem: Problem, tile: Tile) -> int:
+    """The flags of score/expression_flags.cuh; 0 without any."""
+    mask = problem.mask_mod
+    if mask is None or is_packed(problem):
+        return 0
+    of_groups = problem.direction.endswith("backward")
+    heads = problem.num_heads_kv if of_groups else problem.num_heads_q
+    count = (heads if "h" in mask.depends else 1) * (
+        problem.batch if "b" in mask.depends else 1
+    )
+    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    return count * q_tiles * ceil_div(problem.seqlen_k, tile.block_k)
+
+
+def _tile_flag_launches(
+    problem: Problem, tile: Tile, kind: str
+) -> tuple[Launch, ...]:
+    """Finds which tiles the user's mask hides, or leaves whole."""
+    count = count_tile_flags(problem, tile)
+    if count == 0:
+        return ()
+    kernel = KernelPlan(
+        file="prepare/tile_flags.cu",
+        entry="tile_flags",
+        constants=(
+            ("Element", element(problem)),
+            ("CAUSAL", problem.causal),
+            ("BLOCK_Q", tile.block_q),
+            ("BLOCK_K", tile.block_k),
+            ("NUM_THREADS", ROW_THREADS),
+            *some_options(problem, kind, "WINDOW", "MASK_MOD"),
+        ),
+        threads=ROW_THREADS,
+    )
+    return (Launch(kernel, ceil_div(count * 32, ROW_THREADS)),)
+
+
+def skips_tiles(problem: Problem) -> bool:
+    """score/pair_mask.cuh's SKIPS_TILES."""
+    return problem.segment_ids or problem.mask_mod is not None
+
+
+def order_launches(
+    problem: Problem, tile: Tile, kind: str
+) -> tuple[Launch, ...]:
+    """The order in which blocks take tiles, where tiles are skipped.
+
+    After `option_launches`. It depends on the window too.
+    """
+    if not skips_tiles(problem):
+        return ()
     shared = ORDER_BYTES * ORDER_THREADS
+    of_element = (("Element", element(problem)),) if problem.mask_mod else ()
     kernel = KernelPlan(
         file="prepare/segment_order.cu",
         entry="segment_order",
         constants=(
+            *of_element,
             ("CAUSAL", problem.causal),
             ("OF_KEYS", problem.direction == "backward"),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
             ("NUM_THREADS", ORDER_THREADS),
             ("SHARED_BYTES", shared),
-            *some_options(problem, kind, "WINDOW", "SEGMENTS"),
+            *some_options(problem, kind, "WINDOW", "SEGMENTS", "MASK_MOD"),
         ),
         threads=ORDER_THREADS,
         shared_bytes=shared,
     )
-    return Launch(kernel, 1)
+    return (Launch(kernel, 1),)
 
 
 def _tiles_of_segments(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -410,13 +460,16 @@ def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
     """What `option_launches` write for any family."""
     if is_packed(problem):
         return (Buffer("sequence_stats", 12, 1),)
+    count = count_tile_flags(problem, tile)
+    flags = (Buffer("tile_flags", 1, count),) if count else ()
     if problem.segment_ids:
         q_tiles, k_tiles = _tiles_of_segments(problem, tile)
         return (
             Buffer("query_tile_ids", 8, q_tiles),
             Buffer("key_tile_ids", 8, k_tiles),
+            *flags,
         )
-    return ()
+    return flags
 
 
 def delta_buffers(problem: Problem) -> tuple[Buffer, ...]:

@@ -39,6 +39,7 @@ def named(name: str) -> str:
     return f"mod_arrays[{name!r}]"
 
 
+_NUMBERS = frozenset((bool, int, float))
 _NO_BITS = (0,) * MOST
 
 
@@ -63,10 +64,10 @@ def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"mod_arrays has the name {name!r}, expected that of a"
                 " function's keyword argument"
             )
-        if isinstance(value, (numbers.Real, np.bool_)):
-            values[name] = (
-                value.item() if isinstance(value, np.generic) else value
-            )
+        if type(value) in _NUMBERS:
+            values[name] = value
+        elif isinstance(value, (numbers.Real, np.bool_)):
+            values[name] = _as_number(value)
         elif hasattr(value, "shape"):
             arrays[named(name)] = value
         else:
@@ -75,6 +76,13 @@ def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
                 " number"
             )
     return values, arrays
+
+
+def _as_number(value: Any) -> bool | int | float:
+    """Python's number for another one: NumPy's, a member of an IntEnum."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 class Recorded(NamedTuple):
@@ -114,57 +122,49 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
                 " one of them: no other option reads it"
             )
         return Recorded()
-    given = _given(
-        tuple([
-            (name, x.dtype, tuple(x.shape), tuple(x.strides))
-            for name, x in arrays.items()
-        ]),
-        tuple([(name, _kind(x)) for name, x in values.items()]),
-    )  # fmt: skip
+    given, names, values_of = _given(
+        tuple([(n, x.dtype, x.shape, x.strides) for n, x in arrays.items()]),
+        tuple([(name, type(x)) for name, x in values.items()]),
+    )
     found: list[tuple[str, Any]] = []
-    unread = {name for name, _ in (*given.arrays, *given.numbers)}
     for role, function in functions:
-        graph, names = trace.recorded(function, role, given)
+        graph, read = trace.recorded(function, role, given)
         found.append((role, graph))
-        unread -= names
+        names = names - read
+    unread = names
     if unread:
         name = min(unread)
         raise ExpressionError(
             f"mod_arrays has {name!r}, which neither function names:"
             f" add it to the keyword arguments, def f(..., *, {name})"
         )
-    if arrays:
-        found.append(("mod_arrays", tuple([x for _, x in given.arrays])))
-    if values:
-        found.append(("mod_numbers", len(values)))
+    found += values_of
     if options.get("return_dmod"):
         wanted = _slots(options["return_dmod"], given, "score_mod" in options)
         found.append(("return_dmod", wanted))
     return Recorded(
         tuple(found),
         tuple(arrays),
-        tuple([_checked(x, y) for x, y in values.items()]),
+        tuple([_checked(x, y) for x, y in values.items()]) if values else (),
     )
 
 
-def _kind(value: Any) -> Kind:
-    if isinstance(value, bool):
-        return "bool"
-    return "int" if isinstance(value, numbers.Integral) else "real"
-
-
 def _checked(name: str, value: Any) -> Any:
-    if _kind(value) == "int" and not -(2**63) <= value < 2**63:
+    if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueRangeError(
             f"{named(name)} is {value}, expected an int of 64 bits"
         )
-    return float(value) if _kind(value) == "real" else value
+    return value
+
+
+_KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "real"}
 
 
 @functools.lru_cache(maxsize=4096)
 def _given(
-    arrays: tuple[tuple, ...], values: tuple[tuple[str, Kind], ...]
-) -> trace.Given:
+    arrays: tuple[tuple, ...], values: tuple[tuple[str, type], ...]
+) -> tuple[trace.Given, frozenset[str], tuple[tuple[str, Any], ...]]:
+    """What functions are recorded with, all names, and a problem's fields."""
     for what, count in ("arrays", len(arrays)), ("numbers", len(values)):
         if count > MOST:
             raise UnsupportedError(
@@ -196,7 +196,16 @@ def _given(
         unit = (len(shape) - 1,) if strides[-1:] == (known.itemsize,) else ()
         inner = name[len(_MARK) + 1 : -2]
         kinds.append((inner, trace.ArrayKind(known.name, len(shape), unit)))
-    return trace.Given(tuple(kinds), values)
+    given = trace.Given(
+        tuple(kinds), tuple((name, _KINDS[kind]) for name, kind in values)
+    )
+    fields: list[tuple[str, Any]] = []
+    if kinds:
+        fields.append(("mod_arrays", tuple(x for _, x in kinds)))
+    if values:
+        fields.append(("mod_numbers", len(values)))
+    names = frozenset(x for x, _ in (*given.arrays, *given.numbers))
+    return given, names, tuple(fields)
 
 
 def _slots(

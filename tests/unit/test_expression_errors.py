@@ -1,5 +1,6 @@
 """What a user's function cannot do: the errors of recording it."""
 
+import enum
 import math
 import re
 import sys
@@ -389,6 +390,9 @@ def test_an_array_that_no_function_names():
         (np.zeros(()), UnsupportedError, "has no axes: pass a number"),
         ("x", DTypeError, "'x' of type str, expected an array or a number"),
         ([1.0], DTypeError, "of type list, expected an array or a number"),
+        (1j, DTypeError, "is 1j of type complex, expected an array or a"),
+        (np.complex64(1), DTypeError, "of type numpy.complex64, expected"),
+        (np.str_("x"), DTypeError, "of type numpy.str_, expected an array"),
     ],
 )  # fmt: skip
 def test_what_is_no_array(value, error, words):
@@ -404,6 +408,21 @@ def test_an_int_of_more_than_64_bits():
         n=2**63,
     )
     assert said.startswith("mod_arrays['n'] is 9223372036854775808, expected")
+
+
+def adds(score, b, h, q_idx, kv_idx, *, n):
+    return score + n % 2
+
+
+@pytest.mark.parametrize(
+    "value", [True, 3, 2.5, np.bool_(True), np.int8(3), np.float16(2.5),
+              enum.IntEnum("E", "A B").B],
+)  # fmt: skip
+def test_numbers_of_any_type(value):
+    with cuflash.emulator.active("sm_90a"):
+        cuflash.forward(
+            Q[:, :0], Q, Q, score_mod=adds, mod_arrays={"n": value}
+        )
 
 
 @pytest.mark.parametrize("value", [TABLE, 1.5])

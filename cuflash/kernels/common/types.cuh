@@ -30,7 +30,7 @@ template <class Arguments> inline const auto& arrays_of(const Arguments& argumen
 template <class Arguments> inline void clear_tile_counter(const Arguments&) {}
 inline void clear_tile_counter(const ForwardWgmmaOptionsArguments& args) { *args.tile_counter = 0; }
 inline void clear_tile_counter(const ForwardWgmmaExpressionArguments& args) {
-    *args.tile_counter = 0;
+    if (args.tile_counter != nullptr) *args.tile_counter = 0;
 }
 
 // A compile-time bool as a function argument: `if constexpr (masked.value)`.

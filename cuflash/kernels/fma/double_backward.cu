@@ -244,9 +244,9 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
     const Shape& shape = arrays.shape;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const int first_head = coord.head * group_size, end_head = first_head + group_size;
-    score_tile.set_group(first_head);
+    score_tile.set_group(coord.head * group_size);
     const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
+    const int first_head = coord.head * group_size, end_head = first_head + group_size;
     const QueryLoader<SharedPlan> plain{shared, args, arrays, shape, coord, end_head};
     const SecondLoader loader{plain};
 

@@ -85,9 +85,9 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     const Element scale = static_cast<Element>(arrays.scale);
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const int first_head = coord.head * group_size, end_head = first_head + group_size;
-    score_tile.set_group(first_head);
+    score_tile.set_group(coord.head * group_size);
     const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
+    const int first_head = coord.head * group_size, end_head = first_head + group_size;
     const int num_keys = shape.seqlen_k - score_tile.k_start;
     const QueryLoader<SharedPlan> loader{shared, args, arrays, shape, coord, end_head};
 

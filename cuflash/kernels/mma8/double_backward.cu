@@ -95,9 +95,9 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
     const BackwardArguments& arrays = arrays_of(args);
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(score_tile.k_start, BLOCK_Q, BLOCK_K);
-    const int first_head = coord.head * group_size, end_head = first_head + group_size;
-    score_tile.set_group(first_head);
+    score_tile.set_group(coord.head * group_size);
     const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
+    const int first_head = coord.head * group_size, end_head = first_head + group_size;
     const Loader<> loader{args, arrays, coord, end_head};
 
     KeyGrid::Sums d2k;

@@ -1,26 +1,28 @@
-// The order in which blocks take tiles with segment ids: those that visit the most tiles first, so
-// that no long tile starts last. It orders the query tiles or, OF_KEYS, the key tiles of all
-// batches together; tiles of equal length by their numbers. A tile's number is
-// batch * tiles + tile.
+// The order in which blocks take tiles where tiles are skipped, because of segment ids or the user's
+// mask: those that visit the most tiles first, so that no long tile starts last. It orders the query
+// tiles or, OF_KEYS, the key tiles of all batches together; tiles of equal length by their numbers.
+// A tile's number is batch * tiles + tile. If the user's mask depends on the head, all heads count
+// together.
 //
 // All ranges of ids are copied to shared memory at once, while each thread computes which tiles the
 // mask lets its tile visit. Then LANES lanes per tile count the tiles that it visits, and after
-// that the tiles that precede it in the order.
+// that the tiles that precede it in the order. Flags of the user's mask stay in global memory: a
+// whole warp counts for one tile, with several loads in flight.
 //
 // If there are more tiles than threads, or more ranges than fit in shared memory, tiles keep the
 // order of their numbers, a batch's query tiles in reverse: under the causal mask the last are the
 // longest. That many tiles are several per SM for each head, so the order matters little.
 //
-// Grid: one block, after prepare/segment_ranges.cu. Block: NUM_THREADS threads.
-// Constants: Arguments, what it takes; SEGMENTS, HAS_MASK (of pair_mask.cuh), WINDOW, CAUSAL,
-// OF_KEYS, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES. Shared memory: SharedPlan.
+// Grid: one block, after prepare/segment_ranges.cu and prepare/tile_flags.cu. Block: NUM_THREADS
+// threads. Constants: Arguments, what it takes; SEGMENTS, HAS_MASK, MASK_MOD (of pair_mask.cuh),
+// WINDOW, CAUSAL, OF_KEYS, BLOCK_Q, BLOCK_K, NUM_THREADS, SHARED_BYTES. Shared memory: SharedPlan.
 //
 // Bound by latency: one access to global memory, then a few hundred instructions. Their fetch
 // counts too, so loops are not unrolled far.
 #include "score/pair_mask.cuh"
 #include "common/ptx.cuh"
 
-constexpr int LANES = 4;                                    // that count for one tile
+constexpr int LANES = MASK_MOD ? 32 : 4;                    // that count for one tile
 constexpr int MAX_RANGES = 4 * NUM_THREADS;
 
 // The tiles of the other kind [first, end) of its batch that the mask lets a tile visit. The tile
@@ -58,6 +60,21 @@ template <class Part, class Take> inline void for_each_sum(int count, Part part,
     }
 }
 
+// MASK_MOD: the lane's share of the tiles that `tile` visits, over all heads of the flags.
+inline int visited_of_all_heads(const Arguments& args, const Walk& walk, int tile, int lane) {
+    const int others = max(walk.end - walk.first, 0), heads = heads_of_flags(args);
+    const int heads_of_flag = FLAGS_OF_GROUPS ? group_size_of(args) : 1;
+    PairMask pair_mask(args, walk.batch);
+    int num_visited = 0;
+    #pragma unroll 8
+    for (int i = lane; i < others * heads; i += LANES) {
+        const int other = walk.first + i % others;
+        pair_mask.head = i / others * heads_of_flag;
+        num_visited += !(OF_KEYS ? pair_mask.skips(other, tile) : pair_mask.skips(tile, other));
+    }
+    return num_visited;
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 segment_order(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -70,20 +87,22 @@ segment_order(const __grid_constant__ Arguments args) {
     const i64 num_ranges = i64(shape.batch) * (q_tiles + k_tiles);
     const int thread = threadIdx.x;
     int* order = args.tile_order;
-    if (count > NUM_THREADS || num_ranges > MAX_RANGES) {
+    if (count > NUM_THREADS || (SEGMENTS && num_ranges > MAX_RANGES)) {
         #pragma unroll 1
         for (int i = thread; i < count; i += NUM_THREADS)
             order[i] = OF_KEYS ? i : i / tiles * tiles + (tiles - 1 - i % tiles);
         return;
     }
-    const u32 ranges = shared_address(shared.ranges);
-    const int q_ints = 2 * shape.batch * q_tiles;
-    const int* q_ids = reinterpret_cast<const int*>(args.query_tile_ids);
-    const int* k_ids = reinterpret_cast<const int*>(args.key_tile_ids);
-    #pragma unroll 1
-    for (int i = thread; i < 2 * static_cast<int>(num_ranges); i += NUM_THREADS)
-        cp_async_4(ranges + 4 * i, i < q_ints ? q_ids + i : k_ids + (i - q_ints), 4);
-    cp_async_commit();
+    if constexpr (SEGMENTS) {
+        const u32 ranges = shared_address(shared.ranges);
+        const int q_ints = 2 * shape.batch * q_tiles;
+        const int* q_ids = reinterpret_cast<const int*>(args.query_tile_ids);
+        const int* k_ids = reinterpret_cast<const int*>(args.key_tile_ids);
+        #pragma unroll 1
+        for (int i = thread; i < 2 * static_cast<int>(num_ranges); i += NUM_THREADS)
+            cp_async_4(ranges + 4 * i, i < q_ints ? q_ids + i : k_ids + (i - q_ints), 4);
+        cp_async_commit();
+    }
     if (thread < count) shared.walks[thread] = walk_of(mask, thread / tiles, thread % tiles);
     cp_async_wait<0>();
     __syncthreads();                                        // all ranges and walks are written
@@ -92,8 +111,9 @@ segment_order(const __grid_constant__ Arguments args) {
     shared_args.key_tile_ids = shared.ranges + shape.batch * q_tiles;
     for_each_sum(count, [&](int number, int lane) {
         const Walk& walk = shared.walks[number];
-        const PairMask pair_mask(shared_args, walk.batch);
         const int tile = number - walk.batch * tiles;
+        if constexpr (MASK_MOD) return visited_of_all_heads(shared_args, walk, tile, lane);
+        const PairMask pair_mask(shared_args, walk.batch);
         int num_visited = 0;
         #pragma unroll 4
         for (int other = walk.first + lane; other < walk.end; other += LANES)

@@ -151,18 +151,17 @@ template <class Arguments> struct PairMaskOf : UserMask<Arguments, MASK_MOD> {
     // NONE holds for all heads that share the tile: with FLAGS_OF_GROUPS those of a group, without
     // MASK_MOD all.
     Visibility visibility(int q_tile, int k_tile) const {
-        Visibility visibility = HAS_MASK ? Visibility::PARTLY : Visibility::ALL;
+        Visibility of_user = Visibility::ALL;
+        if constexpr (MASK_MOD) {
+            of_user = user_visibility(this->user, args, batch, head, q_tile, k_tile);
+            if (of_user == Visibility::NONE) return Visibility::NONE;
+        }
         if constexpr (SEGMENTS) {
             const IdRange q = ids_of_queries(q_tile), k = ids_of_keys(k_tile);
             if (disjoint(q, k)) return Visibility::NONE;
-            if (q.low != q.high || k.low != k.high) visibility = Visibility::PARTLY;
+            if (q.low != q.high || k.low != k.high) return Visibility::PARTLY;
         }
-        if constexpr (MASK_MOD) {
-            const Visibility of_user =
-                user_visibility(this->user, args, batch, head, q_tile, k_tile);
-            if (of_user != Visibility::ALL) visibility = of_user;
-        }
-        return visibility;
+        return HAS_MASK ? Visibility::PARTLY : of_user;
     }
     bool skips(int q_tile, int k_tile) const {
         return SKIPS_TILES && visibility(q_tile, k_tile) == Visibility::NONE;

@@ -19,14 +19,18 @@ constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
 struct Query { Real lse, delta; };
 
-struct Weight { Real p, ds, ds_bias; };
+// ds_score: the gradient of the score, before its own derivatives.
+struct Weight {
+    Real p, ds, ds_score;
+    Derivatives<Real> derivatives;
+};
 
 inline bool is_masked(const HeadOptions<Real>& options, int query, int key) {
     return PAIRWISE && !options.pair_mask.visible(query, key);
 }
 
 // P and dS of query i and key j: s = products of q and k, dp = products of dO and v, shift =
-// seqlen_k - seqlen_q. With dropout, p is what dV takes. ds_bias: dS before the slope of a softcap.
+// seqlen_k - seqlen_q. With dropout, p is what dV takes.
 inline Weight weight_of(
     Real s, Real dp, const Query& query, const LseRests<Real>& rests,
     const HeadOptions<Real>& options, int i, int j, int shift) {
@@ -35,8 +39,7 @@ inline Weight weight_of(
     const Real p = exp(x - query.lse - rests.of(i, query.lse));
     const Real z = options.dropout.z(i, j);
     const Real dx = p * ((DROPOUT ? z * dp : dp) - query.delta);
-    return {DROPOUT ? p * z : p, BENDS ? dx * derivatives.by_product : dx,
-            SCORE_MOD ? dx * derivatives.by_bias : dx};
+    return {DROPOUT ? p * z : p, BENDS ? dx * derivatives.by_product : dx, dx, derivatives};
 }
 
 // One head's pieces of all arrays.

@@ -56,7 +56,12 @@ inline void score_gradients(
             const Weight weight =
                 weight_of(s[n], dp[n], query, rests, options, i, k_start + j, shift);
             shared.ds[row][j] = weight.ds;
-            if (DBIAS && sees(j)) dbias.add(i, k_start + j, weight.ds_bias);
+            if (DBIAS && sees(j))
+                dbias.add(i, k_start + j, SCORE_MOD ? weight.ds_score * weight.derivatives.by_bias
+                                                    : weight.ds_score);
+            if (DMOD && sees(j))
+                options.score_mod.add_gradients(
+                    weight.derivatives, weight.ds_score, i, k_start + j);
         }
     }
 }

@@ -236,9 +236,9 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     const int k_start = coord.tile * BLOCK_K;
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
-    const int first_head = coord.head * group_size;
-    score_tile.set_group(first_head);
+    score_tile.set_group(coord.head * group_size);
     const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
+    const int first_head = coord.head * group_size;
     QueryLoader loader(args, order, coord, first_head, group_size);
 
     KeyGrid::Fragments dk;

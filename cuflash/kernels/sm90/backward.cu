@@ -62,8 +62,8 @@ constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
 // Whether rows' statistics are read before S is issued: where that was measured to be faster.
 constexpr bool EARLY_STATISTICS = !DEFERRED_DQ && LINEAR && !PAIRWISE && !DROPOUT;
 
-// An SM has 64 K registers: the consumers get those that the producer does not need. With SEGMENTS
-// the producer's search for tiles needs more than 24 and spills; the consumers can spare none.
+// An SM has 64 K registers: the consumers get those that the producer does not need. Where tiles are
+// skipped, the producer's search needs more than 24 and spills; the consumers can spare none.
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
 static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
@@ -257,10 +257,11 @@ struct Iterate {
         mbarrier_arrive_if(started && lane == 0, barrier_at(shared.q_empty, stage.previous()));
         const int q_start = lane_rows.q_start();
         const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
-        const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
+        const bool has_boundary = SKIPS_TILES && shared.has_boundary[stage.index];
         const int query = q_start + first_column;           // the lane's first
         LanePairs pairs = {batch, rows.head, query, lane_key,
-                           query + shape.seqlen_k - shape.seqlen_q - lane_key};
+                           query + shape.seqlen_k - shape.seqlen_q - lane_key,
+                           shape.seqlen_q, shape.seqlen_k};
         const ZeroMasked<true> zero_masked{
             mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
         mbarrier_wait(barrier_at(shared.dout_full, stage.index), stage.phase);
@@ -355,7 +356,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             .stage = stage, .ds_stage = ds_stage, .started = started, .staged = staged,
             .lane_grid = lane_grid, .issue_dq = issue_dq, .issue_previous_dq = issue_previous_dq};
 
-        int remaining = QueryTileIterator(args, tiles, {k_tile, 0, batch}).remaining;
+        const int head = MASK_MOD ? work.head : 0;          // read where tiles depend on it
+        int remaining = QueryTileIterator(args, tiles, {k_tile, head, batch}).remaining;
         for (; remaining > 0; --remaining) iterate(remaining == 1);
 
         wgmma_wait<0>();

@@ -13,7 +13,7 @@ constexpr bool DETERMINISTIC = DQ_SEMAPHORES > 0;
 constexpr bool LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
 
 // Whether a whole warp, not one thread, produces Q: it takes 32 lanes to search for tiles.
-constexpr bool WARP_PRODUCER = SEGMENTS || PACKED;
+constexpr bool WARP_PRODUCER = SKIPS_TILES || PACKED;
 
 // Registers permitting, P stays in float until dS is computed. Otherwise dS comes from rounded P.
 constexpr bool FLOAT_P = BLOCK_Q <= 64;
@@ -24,11 +24,20 @@ constexpr bool VISIBILITY_BITS = WINDOW || PAIRWISE;
 
 // P = 0 makes dS 0 or, if dP or delta is not finite, NaN. A NaN in dQ or dK makes finish/dq.cu
 // recompute the row (recompute.cuh), so with VISIBILITY_BITS dS is left as it is. Sums of dbias are
-// never recomputed, so DBIAS masks dS.
-constexpr bool MASK_DS = !VISIBILITY_BITS || DBIAS;
+// never recomputed, so DBIAS masks dS. So does SCORE_MOD: where a pair is masked, the user's
+// function may have any derivative.
+constexpr bool MASK_DS = !VISIBILITY_BITS || DBIAS || SCORE_MOD;
+
+// Whether dx / d(scale S) is not 1 (SCORE_BENDS: of the user's function).
+constexpr bool SCORES_BEND = SOFTCAP || (SCORE_MOD && SCORE_BENDS);
+
+// Whether compute_ds() computes scores again, from the products: their gradients are added to sums
+// of dbias or of the user's arrays before they are multiplied by derivatives, for which there are
+// no registers.
+constexpr bool SCORES_TWICE = SCORE_MOD && (DBIAS || DMOD);
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)),
               "packed sequences do not support bias, mask or segment ids");
 static_assert(!(WARP_PRODUCER && DETERMINISTIC),
               "deterministic order requires consecutive key tiles at every query tile");
-static_assert(FLOAT_P || !(SOFTCAP || DROPOUT), "dS does not follow from the rounded P alone");
+static_assert(FLOAT_P || !(SCORES_BEND || DROPOUT), "dS does not follow from the rounded P alone");

@@ -1,5 +1,5 @@
 // What options say about each pair of a lane's fragment, as bits: which pairs are visible (WINDOW,
-// SEGMENTS, HAS_MASK) and which of them dropout keeps. The bits are computed while the tensor cores
+// SEGMENTS, HAS_MASK, MASK_MOD) and which of them dropout keeps. The bits are computed while the tensor cores
 // compute S and dP, as they come from memory or take many instructions.
 #pragma once
 #include "sm90/backward_scores.cuh"
@@ -12,6 +12,7 @@ struct LanePairs {
     int batch;                                              // with PACKED the sequence
     int head, query, key;                                   // the first query and key
     int distance;                                           // positions from that key to that query
+    int seqlen_q, seqlen_k;
     u32 visible[VISIBILITY_BITS ? WORDS : 1];
     u32 kept[DROPOUT ? WORDS : 1];
     u32 biases[BIAS ? S_REGS / 2 / BIAS_PARTS : 1];         // two 16-bit biases each: load_biases()
@@ -92,6 +93,26 @@ __device__ __forceinline__ void clear_other_segments(
     }
 }
 
+// The pairs that the user's mask hides.
+__device__ __forceinline__ void clear_hidden(LanePairs& pairs, const Arguments& args) {
+    if constexpr (MASK_MOD) {
+        MaskExpression user;
+        user.set_head(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+        #pragma unroll
+        for (int word = 0; word < LanePairs::WORDS; ++word) {
+            u32 bits = 0;
+            #pragma unroll 2
+            for (int j = 0; j < 8; ++j)
+                #pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    const int query = pairs.query + (word * 8 + j) * 8 + n % 2;
+                    if (user.visible(query, pairs.key + n / 2 * 8)) bits |= 1u << (j * 4 + n);
+                }
+            pairs.visible[word] &= bits;
+        }
+    }
+}
+
 __device__ __forceinline__ void clear_masked(LanePairs& pairs, PairMask pair_mask) {
     pair_mask.set_head(pairs.head);
     u32 unmasked[LanePairs::WORDS];
@@ -107,16 +128,19 @@ __device__ __forceinline__ void clear_masked(LanePairs& pairs, PairMask pair_mas
     for (int word = 0; word < LanePairs::WORDS; ++word) pairs.visible[word] &= unmasked[word];
 }
 
-// is_cut: the causal mask or window masks pairs of the tile; has_segment_boundary: segments do.
+// is_cut: the causal mask or window masks pairs of the tile; has_boundary: segments or the user's
+// mask do.
 __device__ __forceinline__ void compute_bits(
     LanePairs& pairs, const Arguments& args, const Dropout<float>& dropout,
     const PairMask& pair_mask, const Mask<CAUSAL, WINDOW>& bounds, const QueryRows& rows,
-    bool is_cut, bool has_segment_boundary) {
+    bool is_cut, bool has_boundary) {
     if constexpr (VISIBILITY_BITS) {
         #pragma unroll
         for (u32& bits : pairs.visible) bits = ~0u;
         if (is_cut) clear_out_of_bounds(pairs, bounds);
-        if (has_segment_boundary) clear_other_segments(pairs, rows, pair_mask, bounds.seqlen_k);
+        if (SEGMENTS && has_boundary)
+            clear_other_segments(pairs, rows, pair_mask, bounds.seqlen_k);
+        if (MASK_MOD && has_boundary) clear_hidden(pairs, args);
     }
     if constexpr (HAS_MASK) clear_masked(pairs, pair_mask);
     if constexpr (DROPOUT) {

@@ -1,17 +1,17 @@
 // Producers of the backward kernels on Hopper: one thread or warp loads Q and dO and publishes the
 // work tiles (backward_scheduler.cuh), another thread loads K and V. All loads are TMA copies.
 //
-// SharedPlan has the tiles v, q[STAGES], dout[STAGES]; rows[STAGES]; has_segment_boundary[...], one
-// flag per stage: segment ids mask pairs of the iteration; and barriers. *_full: one arrival and
-// the bytes that a copy brings. *_empty: arrivals of the warps that read. K has K_STAGES stages;
-// k_tile(state) is the work tile's. With one stage, kv_empty releases K and V. With two, kv_empty
-// releases V alone, and wait_k_empty(state) waits for K's stage.
+// SharedPlan has the tiles v, q[STAGES], dout[STAGES]; rows[STAGES]; has_boundary[...], one flag per
+// stage: segment ids or the user's mask hide pairs of the iteration; and barriers. *_full: one
+// arrival and the bytes that a copy brings. *_empty: arrivals of the warps that read. K has
+// K_STAGES stages; k_tile(state) is the work tile's. With one stage, kv_empty releases K and V. With
+// two, kv_empty releases V alone, and wait_k_empty(state) waits for K's stage.
 #pragma once
 #include "sm90/backward_scheduler.cuh"
 #include "sm90/row_stats.cuh"
 
 constexpr int Q_PRODUCER_THREADS = WARP_PRODUCER ? 32 : 1;
-constexpr int BOUNDARY_FLAGS = SEGMENTS ? STAGES : 1;
+constexpr int BOUNDARY_FLAGS = SKIPS_TILES ? STAGES : 1;
 
 template <class Shared>
 __device__ __forceinline__ void publish_work_tile(
@@ -28,9 +28,9 @@ __device__ __forceinline__ void load_query_tile(
     const QueryTileIterator& it) {
     mbarrier_wait(shared_address(&shared.q_empty[stage.index]), stage.phase ^ 1);
     const u32 q_full = shared_address(&shared.q_full[stage.index]);
-    if (SEGMENTS)
-        shared.has_segment_boundary[stage.index] =
-            !PairMask(args, work.batch).sees_all(it.tile, work.tile);
+    if (SKIPS_TILES)
+        shared.has_boundary[stage.index] =
+            !pair_mask_of(args, work).sees_all(it.tile, work.tile);
     bulk_load(shared_address(&shared.rows[stage.index]),
               static_cast<const QueryRows*>(args.arrays.delta)
                   + query_tile_index(args, sequence_of(work), work.batch, it.head, it.tile),

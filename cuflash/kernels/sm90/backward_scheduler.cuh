@@ -3,8 +3,8 @@
 //
 // A work tile is BLOCK_K keys of one key head. A block takes one work tile after another: first the
 // tile of its own index, then each time the next index of a counter in global memory. If
-// DETERMINISTIC, all indices come from the counter. With SEGMENTS an index counts tiles in the
-// order of prepare/segment_order.cu. The Q producer publishes each work tile, and its packed
+// DETERMINISTIC, all indices come from the counter. Where tiles are skipped, an index counts tiles in
+// the order of prepare/segment_order.cu. The Q producer publishes each work tile, and its packed
 // sequence, one tile ahead of the consumers. An iteration is one query tile that sees the keys;
 // iterations go through the query heads of the group in turn.
 //
@@ -91,7 +91,7 @@ __device__ __forceinline__ void skip_empty_slots(
 template <class Arguments>
 __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_tiles, int index) {
     const Shape& shape = args.arrays.shape;
-    if constexpr (SEGMENTS)
+    if constexpr (SKIPS_TILES)
         return tile_in_order(index, args.tile_order, num_k_tiles, shape.num_heads_kv,
                              shape.batch, args.arrays.schedule);
     else
@@ -114,8 +114,18 @@ __device__ __forceinline__ QueryTiles query_tiles(
     return tiles;
 }
 
-// Iterations of a work tile: the query tiles that see it, for each query head of the group. With
-// SEGMENTS by a whole warp, and at least one query tile a head.
+// The pairs of a work tile, as those of the first query head of its group.
+__device__ __forceinline__ PairMask pair_mask_of(const Arguments& args, TileCoord work) {
+    PairMask pair_mask(args, work.batch);
+    if constexpr (MASK_MOD) {
+        const Shape& shape = arrays_of(args).shape;
+        pair_mask.set_head(work.head * (shape.num_heads_q / shape.num_heads_kv));
+    }
+    return pair_mask;
+}
+
+// Iterations of a work tile: the query tiles that see it, for each query head of the group. Where
+// tiles are skipped by a whole warp, and at least one query tile a head.
 struct QueryTileIterator {
     int first, end, head, tile, remaining;
     __device__ __forceinline__ QueryTileIterator(
@@ -125,8 +135,8 @@ struct QueryTileIterator {
         const int group_size = shape.num_heads_q / shape.num_heads_kv;
         head = work.head * group_size;
         remaining = group_size * (end - first);
-        if constexpr (SEGMENTS) {
-            const PairMask pair_mask(args, work.batch);
+        if constexpr (SKIPS_TILES) {
+            const PairMask pair_mask = pair_mask_of(args, work);
             const int visited = pair_mask.query_tiles_between(first, end, work.tile);
             remaining = group_size * max(visited, 1);
             if (visited > 0)
@@ -135,8 +145,8 @@ struct QueryTileIterator {
     }
     __device__ __forceinline__ void next(const Arguments& args, TileCoord work) {
         --remaining;
-        if constexpr (SEGMENTS)
-            tile = PairMask(args, work.batch).query_tile_after(tile, work.tile, end);
+        if constexpr (SKIPS_TILES)
+            tile = pair_mask_of(args, work).query_tile_after(tile, work.tile, end);
         else
             ++tile;
         if (tile < end) return;

@@ -1,5 +1,5 @@
-// Score modifications of a lane's fragment: softcap, ALiBi slopes and biases (score_mod.cuh), the
-// derivatives of the scores, and the sums of dbias.
+// Score modifications of a lane's fragment: softcap, ALiBi slopes, biases and the user's function
+// (score_mod.cuh), the derivatives of the scores, and the sums of dbias.
 #pragma once
 #include "sm90/backward_pair_bits.cuh"
 #include "score/dbias.cuh"
@@ -34,6 +34,17 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
     }
 }
 
+// x becomes the user's function of it (SCORE_MOD), the derivative of x with it.
+template <class Mod>
+__device__ __forceinline__ void apply_user_score(
+    float& x, float& derivative, const Mod& score_mod, int query, int key) {
+    if constexpr (SCORE_MOD) {
+        float slope;
+        x = score_mod.user.score(x, query, key, slope);
+        derivative *= slope;
+    }
+}
+
 // Raw products S become scores and their derivatives. fits_poly4: all products of the warp fit
 // (ScoreMod::fits_tanh_poly4). One division serves two keys of a query, except with DBIAS: a NaN of
 // a masked pair must not reach the gradient of a bias.
@@ -44,6 +55,8 @@ __device__ __forceinline__ void apply_score_mod(
     ScoreMod<float> score_mod(args);
     score_mod.set_head(args, pairs.batch, pairs.head);
     score_mod.set_sequence(args, pairs.batch, pairs.head);
+    if constexpr (SCORE_MOD && PACKED)
+        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Element i of the part in the fragment: the two keys of a query become neighbours.
@@ -72,6 +85,12 @@ __device__ __forceinline__ void apply_score_mod(
             if constexpr (SOFTCAP) score_mod.poly4_scores(part_scores, added, part_derivatives);
         } else {
             score_mod.scores<DBIAS ? 1 : 2>(part_scores, added, part_derivatives);
+        }
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
+            apply_user_score(part_scores[i], part_derivatives[i], score_mod, pairs.query + query,
+                             pairs.key + key);
         }
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {

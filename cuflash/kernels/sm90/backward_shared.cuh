@@ -79,7 +79,7 @@ struct SharedTiles : KeyTileStages<DOUBLE_BUFFERED_K> {
     u64 k_full[K_STAGES], v_full, kv_empty;
     u64 work_full[WORK_STAGES], work_empty[WORK_STAGES];
     WorkTile work_tiles[WORK_STAGES];
-    int has_segment_boundary[BOUNDARY_FLAGS];
+    int has_boundary[BOUNDARY_FLAGS];
 };
 struct SharedPlan : SharedTiles, KeyTileBarriers<DOUBLE_BUFFERED_K> {};
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");

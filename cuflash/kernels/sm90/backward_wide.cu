@@ -73,7 +73,7 @@ struct SharedPlan {
     u64 p_full[STAGES], ds_full[STAGES];
     u64 k_full[K_STAGES], v_full, kv_empty, work_full[WORK_STAGES], work_empty[WORK_STAGES];
     WorkTile work_tiles[WORK_STAGES];
-    int has_segment_boundary[BOUNDARY_FLAGS];
+    int has_boundary[BOUNDARY_FLAGS];
     __device__ __forceinline__ u32 k_tile(WorkState) { return shared_address(&k); }
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
@@ -144,7 +144,7 @@ struct PreparePairs {
         pairs.distance = pairs.query + shape.seqlen_k - shape.seqlen_q - first_key;
         const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
         compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut,
-                     SEGMENTS && shared.has_segment_boundary[stage]);
+                     SKIPS_TILES && shared.has_boundary[stage]);
         if (EARLY_BIASES) load_biases(pairs, args);
     }
 };
@@ -174,7 +174,7 @@ struct Iterate {
         const QueryRows& rows = shared.rows[stage.index];
         const int q_start = rows.q_start;
         const bool is_cut = cuts(bounds.first_full, bounds.end_full, q_start);
-        const bool has_boundary = SEGMENTS && shared.has_segment_boundary[stage.index];
+        const bool has_boundary = SKIPS_TILES && shared.has_boundary[stage.index];
         const ZeroMasked<false> zero_masked{
             mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
         const u32 ds_tile = shared_address(&shared.ds[stage.index]);
@@ -266,7 +266,8 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
         issue_s();
         mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
         issue_dp();
-        LanePairs pairs = {PACKED ? number_of(sequence) : work.batch, 0, 0, first_key, 0};
+        LanePairs pairs = {PACKED ? number_of(sequence) : work.batch, 0, 0, first_key, 0,
+                           shape.seqlen_q, shape.seqlen_k};
         const PreparePairs prepare_pairs{
             .args = args, .shape = shape, .mask = mask, .bounds = bounds, .pair_mask = pair_mask,
             .dropout = dropout, .shared = shared, .first_column = first_column,

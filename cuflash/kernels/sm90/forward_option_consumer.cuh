@@ -1,11 +1,16 @@
 // Consumer warpgroup of forward.cu with options: score modifications, window, segment ids, boolean
-// mask, dropout. OptionsConsumer replaces the iterations of Consumer and inherits the rest.
+// mask, the user's mask, dropout. OptionsConsumer replaces the iterations of Consumer and inherits
+// the rest.
 #pragma once
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_boolean_mask.cuh"
+#include "sm90/forward_user_mask.cuh"
 
 template <bool> struct ScoreOf { using type = PlainScore; };
 template <> struct ScoreOf<true> { using type = AlibiScore; };
+
+// Whether a visible pair's score may be -inf.
+constexpr bool MAY_BE_HIDDEN = BIAS || SCORE_MOD;
 
 struct OptionsConsumer : Consumer {
     ScoreMod<float> score_mod{args};
@@ -15,6 +20,7 @@ struct OptionsConsumer : Consumer {
     ScoreOf<ALIBI_MMA>::type score;                         // of the key tile
     bool bias_staged = false;                               // of the key tile
     MaskTile mask_tile;                                     // with HAS_MASK
+    UserMaskTile user_mask;                                 // with MASK_MOD
     TileFlags flags{0};                                     // of the key tile, with SPARSE_TILES
     int row_ids[2];                                         // of the lane's rows, with SEGMENTS
 
@@ -23,12 +29,14 @@ struct OptionsConsumer : Consumer {
     // ---- Main loop ----
 
     // A window masks tiles at both ends. With SPARSE_TILES, a tile's flags tell whether it is
-    // masked.
+    // masked; with MASK_MOD, those of the tile before it tell first.
     __device__ __forceinline__ void main_loop() {
         if constexpr (SPARSE_TILES) {
             for (;;) {
-                for (int left = RUN_TILES; !flags.is_last() && (!RUN_TILES || left > 0); --left)
-                    iteration<true>(0);
+                for (int left = RUN_TILES; !flags.is_last() && (!RUN_TILES || left > 0); --left) {
+                    if (!MASK_MOD || flags.next_is_masked()) iteration<true>(0);
+                    else iteration<false>(0);
+                }
                 if (!RUN_TILES || flags.is_last()) break;
                 end_run();
             }
@@ -51,7 +59,7 @@ struct OptionsConsumer : Consumer {
     // under a softcap if all its S fit tanh_poly3, otherwise if may_keep_max() holds.
     template <bool IS_MASKED>
     __device__ __forceinline__ void iteration(int tile) {
-        constexpr bool USES_POLY3 = SOFTCAP && !ALIBI && !BIAS && !IS_MASKED;
+        constexpr bool USES_POLY3 = SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD && !IS_MASKED;
         constexpr bool MAY_KEEP_MAX = USES_POLY3 || (!SOFTCAP && !DROPOUT);
         k = v;
         k.next();
@@ -59,7 +67,7 @@ struct OptionsConsumer : Consumer {
         tile = acquire_key_tile(tile);
         issue_gemms(tile);
         if constexpr (!BIAS_PREFETCH) stage_biases(tile);
-        load_mask(tile);
+        if constexpr (IS_MASKED) load_mask(tile);
         wait_for_qk<1>();
         release_k(is_last(tile));
         bool keeps_max = modify_scores<USES_POLY3>(tile);
@@ -71,7 +79,7 @@ struct OptionsConsumer : Consumer {
         // where scores take longest, after it. Otherwise each branch is written out to its end, so
         // that the compiler can schedule the remaining work between the exponentials.
         if constexpr (!MAY_KEEP_MAX) {
-            online_softmax<IS_MASKED || BIAS>(s, rows, scale_log2, rescale, score);
+            online_softmax<IS_MASKED || MAY_BE_HIDDEN>(s, rows, scale_log2, rescale, score);
             drop(tile);
             wait_for_pv();
             release_v();
@@ -79,7 +87,7 @@ struct OptionsConsumer : Consumer {
             end_iteration();
         } else if constexpr (SOFTCAP || ALIBI) {
             if (!keeps_max) {
-                online_softmax<IS_MASKED || BIAS>(s, rows, scale_log2, rescale, score);
+                online_softmax<IS_MASKED || MAY_BE_HIDDEN>(s, rows, scale_log2, rescale, score);
             } else {
                 if constexpr (USES_POLY3)
                     softmax_with_old_max(s, rows, scale_log2, Poly3Score{score_mod});
@@ -94,7 +102,7 @@ struct OptionsConsumer : Consumer {
             wait_for_pv();
             release_v();
             if (!keeps_max) {
-                online_softmax<IS_MASKED || BIAS>(s, rows, scale_log2, rescale, score);
+                online_softmax<IS_MASKED || MAY_BE_HIDDEN>(s, rows, scale_log2, rescale, score);
                 rescale_acc();
                 end_iteration();
             } else {
@@ -176,6 +184,9 @@ struct OptionsConsumer : Consumer {
         const WorkTile& work = shared.work_tiles[work_slot(q)];
         score_mod.set_head(args, work.batch, work.head);
         score_mod.set_sequence(args, number_of(work), work.head);
+        if constexpr (PACKED)
+            score_mod.set_user(
+                args, number_of(work), work.head, shape.seqlen_q, shape.seqlen_k);
         alibi.set_head(score_mod.slope, score_mod.scale,
                        work.q_start + warpgroup_row + shape.seqlen_k - shape.seqlen_q);
         pairs.set_head(work.head);
@@ -210,6 +221,14 @@ struct OptionsConsumer : Consumer {
     __device__ __forceinline__ void load_mask(int tile) {
         if constexpr (HAS_MASK)
             mask_tile.load(pairs, first_row, shape.seqlen_k, tile, tile - 1);
+        if constexpr (MASK_MOD)
+            if (flags.is_partly()) {
+                // Computed here, so that registers hold it only in such tiles.
+                const WorkTile& work = shared.work_tiles[work_slot(q)];
+                MaskExpression user;
+                user.set_head(args, work.batch, work.head, shape.seqlen_q, shape.seqlen_k);
+                user_mask.load(user, first_row, tile * BLOCK_K);
+            }
     }
 
     // S becomes scores. True if it stays S, because all of it fits tanh_poly3 (Poly3Score).
@@ -243,6 +262,8 @@ struct OptionsConsumer : Consumer {
             if (flags.is_masked())
                 apply_segment_mask(s, shared.extras.ids(k), row_ids, flags.has_one_id());
         if constexpr (HAS_MASK) mask_tile.apply(s);
+        if constexpr (MASK_MOD)
+            if (flags.is_partly()) user_mask.apply(s);
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     }

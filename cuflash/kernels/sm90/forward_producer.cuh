@@ -84,18 +84,22 @@ struct LaneSegmentIds {
 };
 
 // The key tiles that a query tile visits, from the last to the first; with SEGMENTS only those
-// whose range of ids overlaps the query tile's. A whole warp examines 32 tiles at a time, one per
-// lane, so the flags of a tile, also whether it is the last, are known before it is loaded.
+// whose range of ids overlaps the query tile's, with MASK_MOD only those that the user's mask does
+// not hide. A whole warp examines 32 tiles at a time, one per lane, so the flags of a tile, also
+// whether it is the last, are known before it is loaded.
 template <class PairMask> struct SparseKeyTiles {
     const PairMask& pairs;
+    KeyTiles visited;
     IdRange query_ids;
-    int first, base;                                        // a lane's tile is base - lane
+    int q_tile, first, base;                                // a lane's tile is base - lane
     u32 remaining = 0;                                      // one bit per lane: still to visit
     u32 masked = 0, one_id = 0;                             // one bit per lane: TileFlags
+    u32 partly = 0, all = 0;                                // with MASK_MOD; all: nothing is masked
 
     __device__ __forceinline__ SparseKeyTiles(
         const PairMask& pairs, int q_tile, const KeyTiles& visited)
-        : pairs(pairs), first(visited.first), base(visited.num_visited + 31) {
+        : pairs(pairs), visited(visited), q_tile(q_tile), first(visited.first),
+          base(visited.num_visited + 31) {
         if constexpr (SEGMENTS) query_ids = pairs.ids_of_queries(q_tile);
         find_remaining();
     }
@@ -115,16 +119,30 @@ template <class PairMask> struct SparseKeyTiles {
             } else {
                 remaining = __ballot_sync(WHOLE_WARP, tile >= first);
             }
+            if constexpr (MASK_MOD) {
+                Visibility seen = Visibility::NONE;
+                if (tile >= first)
+                    seen = user_visibility(
+                        pairs.user, pairs.args, pairs.batch, pairs.head, q_tile, tile);
+                remaining &= __ballot_sync(WHOLE_WARP, seen != Visibility::NONE);
+                partly = __ballot_sync(WHOLE_WARP, seen == Visibility::PARTLY);
+                all = __ballot_sync(WHOLE_WARP, !HAS_MASK && visited.full(tile)) & ~masked
+                    & ~partly;
+            }
         }
     }
     __device__ __forceinline__ bool has_more() const { return remaining != 0; }
+    // has_more(), and pairs of the next tile may be masked.
+    __device__ __forceinline__ bool next_is_masked() const {
+        return (remaining & (0u - remaining) & ~all) != 0;
+    }
 
     // The next tile; has_more() must hold.
-    struct Tile { int number; bool is_masked, has_one_id; };
+    struct Tile { int number; bool is_masked, has_one_id, is_partly; };
     __device__ __forceinline__ Tile take() {
         const int lane = __ffs(remaining) - 1;
-        const Tile tile = {
-            base - lane, (masked >> lane & 1) != 0, (one_id >> lane & 1) != 0};
+        const Tile tile = {base - lane, (masked >> lane & 1) != 0, (one_id >> lane & 1) != 0,
+                           (partly >> lane & 1) != 0};
         remaining &= remaining - 1;
         find_remaining();
         return tile;
@@ -144,10 +162,11 @@ __device__ __forceinline__ void load_sparse_keys(const Arguments& args, SharedPl
         const QueryTile work = scheduler.acquire(args, shared);
         if (work.num_rows == 0) return;
         const int kv_head = work.head / group_size;
-        const PairMask pairs(args, work.batch);
+        PairMask pairs(args, work.batch);
+        if constexpr (MASK_MOD) pairs.set_head(work.head);
         SparseKeyTiles<PairMask> tiles(
             pairs, work.q_start / BLOCK_Q, mask.key_tiles(work.q_start, work.num_rows, BLOCK_K));
-        SparseKeyTiles<PairMask>::Tile tile = {0, true, false};
+        SparseKeyTiles<PairMask>::Tile tile = {0, true, false, true};
         LaneSegmentIds ids;
         const auto take_tile = [&] {
             if (tiles.has_more()) tile = tiles.take();
@@ -165,7 +184,9 @@ __device__ __forceinline__ void load_sparse_keys(const Arguments& args, SharedPl
                 shared.extras.flags[stage.index].bits =
                     tile.number << TileFlags::TILE_SHIFT | (last ? TileFlags::LAST_BIT : 0)
                     | (tile.is_masked ? TileFlags::MASKED_BIT : 0)
-                    | (tile.has_one_id ? TileFlags::ONE_ID_BIT : 0);
+                    | (tile.has_one_id ? TileFlags::ONE_ID_BIT : 0)
+                    | (MASK_MOD && tile.is_partly ? TileFlags::PARTLY_BIT : 0)
+                    | (MASK_MOD && tiles.next_is_masked() ? TileFlags::NEXT_MASKED_BIT : 0);
                 tma_load_tile<BLOCK_K, HEAD_DIM>(
                     shared_address(&shared.k[stage.index]), args.k_map,
                     shared_address(&shared.k_full[stage.index]), k_start, kv_head, work.batch);

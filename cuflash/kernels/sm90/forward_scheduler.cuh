@@ -25,14 +25,14 @@ __device__ __forceinline__ Mask<CAUSAL, WINDOW> mask_of(
 
 // The query tile at `coord`. A head's rows may leave whole consumer warpgroups of one tile without
 // rows. That is the tile whose queries see the fewest keys: the first under the causal mask,
-// otherwise the last. With segment ids it is always the last, because prepare/segment_ranges.cu
-// computes the id ranges of tiles that start at query 0.
+// otherwise the last. With segment ids or the user's mask it is always the last, because what is
+// known of whole tiles (id ranges, tile flags) is of tiles that start at query 0.
 __device__ __forceinline__ QueryTile make_query_tile(
     TileCoord coord, const TileSequence& sequence, const Arguments& args) {
     if (coord.tile < 0) return {sequence, 0, 0, 0, 0};
     const int length = seqlen_q_of(args, sequence);
     const int groups = (length + CONSUMER_ROWS - 1) / CONSUMER_ROWS;
-    const int missing_rows = CAUSAL && !SEGMENTS
+    const int missing_rows = CAUSAL && !SKIPS_TILES
         ? (CONSUMER_WARPGROUPS - 1 - (groups - 1) % CONSUMER_WARPGROUPS) * CONSUMER_ROWS : 0;
     const int first = coord.tile * BLOCK_Q - missing_rows, end = min(first + BLOCK_Q, length);
     return {sequence, max(first, 0), end - max(first, 0), coord.head, coord.batch};
@@ -88,7 +88,8 @@ struct StaticTileScheduler {
 
 // The warp that loads Q takes tiles from a counter and publishes them. A packed sequence's tiles
 // are numbered by slots (packed_sequences.cuh), those of the longest sequence first within a head.
-// Tiles with segment ids are numbered in the order of prepare/segment_order.cu, longest first.
+// Tiles with segment ids or the user's mask are numbered in the order of prepare/segment_order.cu,
+// longest first.
 // `last`: the number of the block's previous tile, -1 before the first.
 template <class Arguments> struct DynamicTileScheduler {
     int last;
@@ -101,7 +102,7 @@ template <class Arguments> struct DynamicTileScheduler {
     static __device__ __forceinline__ QueryTile tile_of_slot(const Arguments& args, int number) {
         const int slots = num_query_tiles(args, BLOCK_Q);
         const Shape& shape = args.arrays.shape;
-        if constexpr (SEGMENTS)
+        if constexpr (SKIPS_TILES)
             return make_query_tile(
                 tile_in_order(number, args.tile_order, slots, shape.num_heads_q,
                               shape.batch, args.arrays.schedule), {}, args);

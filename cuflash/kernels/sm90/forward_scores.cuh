@@ -75,7 +75,7 @@ __device__ __forceinline__ void apply_score_mod(
 
 // The same, computing slopes and biases. bias_staged: load_biases() has started their copy.
 template <class Shared>
-__device__ __forceinline__ void apply_score_mod(
+__device__ __forceinline__ void apply_built_in(
     float (&s)[S_COUNT], const ScoreMod<float>& score_mod, Shared& shared, bool bias_staged,
     int shift, int first_row, int k_start) {
     const int first_key = lane_key(k_start);
@@ -94,6 +94,26 @@ __device__ __forceinline__ void apply_score_mod(
         return score_mod.addend(past + static_cast<float>(half * 8 - key),
                                score_mod.bias_of(first_row + half * 8, first_key + key));
     });
+}
+
+// Scores become the user's function of them (SCORE_MOD).
+template <class Mod>
+__device__ __forceinline__ void apply_user_score(
+    float (&s)[S_COUNT], const Mod& score_mod, int first_row, int k_start) {
+    const int first_key = lane_key(k_start);
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i)
+        s[i] = score_mod.user.score(
+            s[i], first_row + i / 2 % 2 * 8, first_key + (i / 4 * 8 + i % 2));
+}
+
+// S = Q K^T becomes scores: the built-in modifications, then the user's.
+template <class Shared>
+__device__ __forceinline__ void apply_score_mod(
+    float (&s)[S_COUNT], const ScoreMod<float>& score_mod, Shared& shared, bool bias_staged,
+    int shift, int first_row, int k_start) {
+    apply_built_in(s, score_mod, shared, bias_staged, shift, first_row, k_start);
+    if constexpr (SCORE_MOD) apply_user_score(s, score_mod, first_row, k_start);
 }
 
 // ---- Masks: S = -inf where a pair is masked ----

@@ -15,7 +15,7 @@ constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 // its position; the producer publishes each key tile's index and flags. DYNAMIC_SCHEDULER: blocks
 // take query tiles from an atomic counter.
 constexpr bool SPARSE_TILES = PAIRWISE;
-constexpr bool DYNAMIC_SCHEDULER = PACKED || SEGMENTS;
+constexpr bool DYNAMIC_SCHEDULER = PACKED || SKIPS_TILES;
 constexpr bool OPTIONS = WINDOW || SPARSE_TILES || !LINEAR || DROPOUT;
 constexpr bool MASKED = CAUSAL || WINDOW || SPARSE_TILES || PACKED;     // some pairs may be masked
 
@@ -91,7 +91,9 @@ struct WorkTiles : WorkTileBarriers<DYNAMIC_SCHEDULER> {
 // SPARSE_TILES: the producer writes the flags before the phase of K's barrier completes; consumers
 // read them before they release K.
 struct TileFlags {
-    static constexpr int LAST_BIT = 1, MASKED_BIT = 2, ONE_ID_BIT = 4, TILE_SHIFT = 3;
+    static constexpr int LAST_BIT = 1, MASKED_BIT = 2, ONE_ID_BIT = 4;
+    static constexpr int PARTLY_BIT = 8, NEXT_MASKED_BIT = 16;      // with MASK_MOD
+    static constexpr int TILE_SHIFT = MASK_MOD ? 5 : 3;
     int bits;
     __device__ __forceinline__ int tile() const { return bits >> TILE_SHIFT; }
     __device__ __forceinline__ bool is_last() const { return (bits & LAST_BIT) != 0; }
@@ -99,6 +101,12 @@ struct TileFlags {
     __device__ __forceinline__ bool is_masked() const { return (bits & MASKED_BIT) != 0; }
     // All its keys have the same segment id.
     __device__ __forceinline__ bool has_one_id() const { return (bits & ONE_ID_BIT) != 0; }
+    // The user's mask hides some of its pairs.
+    __device__ __forceinline__ bool is_partly() const { return (bits & PARTLY_BIT) != 0; }
+    // Something may mask pairs of the next key tile.
+    __device__ __forceinline__ bool next_is_masked() const {
+        return (bits & NEXT_MASKED_BIT) != 0;
+    }
 };
 
 // Segment ids of keys, published with K of a tile that has the MASKED flag. Consumers read them
@@ -133,7 +141,7 @@ struct KeyTileExtras : BiasTiles<STAGED_BIAS>, KeySegmentIds<SEGMENTS> {
 // ---- Shared memory ----
 
 // Larger heads leave no shared memory for ALiBi's operand (alibi_mma.cuh).
-constexpr bool ALIBI_MMA = ALIBI && !SOFTCAP && !BIAS && WIDEST <= 192;
+constexpr bool ALIBI_MMA = ALIBI && !SOFTCAP && !BIAS && !SCORE_MOD && WIDEST <= 192;
 
 struct SharedPlan : AlibiKeys<ALIBI_MMA> {
     SmemTile<BLOCK_Q, WIDEST> q_then_out[Q_STAGES];
