@@ -12,7 +12,8 @@ and `double_backward` (their derivatives, along `tangents`).
 `intensity` and `roofline` count their costs, `multihead` adds the projections,
 and `running` applies the idea of online softmax to the variance.
 `options` combines the options of a call: `masks` (which query sees which
-key), `scores` (score modifications) and `dropout`. `packed` handles packed
+key), `scores` (score modifications), `expressions` (a user's own of both) and
+`dropout`. `packed` handles packed
 sequences: several lengths, end to end in one array. `rotary` rotates queries
 and keys by their positions, and `kvcache` attends to a cache of keys and
 values that grows. `context_parallel` schedules ranks that share a sequence.
@@ -42,6 +43,9 @@ Papers:
   IO-Awareness", 2022, arXiv:2205.14135.
 - [FA2] Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism
   and Work Partitioning", 2023, arXiv:2307.08691.
+- [FX] Juechu Dong, Boyuan Feng, Driss Guessous, Yanbo Liang and Horace He,
+  "Flex Attention: A Programming Model for Generating Optimized Attention
+  Kernels", 2024, arXiv:2412.05496.
 - [G2] Gemma Team, "Gemma 2: Improving Open Language Models at a Practical
   Size", 2024, arXiv:2408.00118.
 - [LF] Iz Beltagy, Matthew E. Peters and Arman Cohan, "Longformer: The
@@ -80,6 +84,7 @@ from . import (
     context_parallel,
     double_backward,
     dropout,
+    expressions,
     forward,
     intensity,
     jacobians,
@@ -109,6 +114,7 @@ __all__ = [
     "context_parallel",
     "double_backward",
     "dropout",
+    "expressions",
     "forward",
     "intensity",
     "jacobians",

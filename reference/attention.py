@@ -70,6 +70,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .expressions import add_gradients
 from .masks import masked, masked_product
 from .options import Options, Tiles
 from .scores import (
@@ -131,7 +132,8 @@ def attention(
     """
     q, k, v, tiles = _prepare(q, k, v, scale, options)
     whole = tiles.whole()
-    s, _, visible = tiles.scores(q, k, whole)
+    scores = tiles.scores(q, k, whole)
+    s, visible = scores.s, scores.visible
     s = with_sink(s, tiles.options.sink)
     m = row_max(s)
     l = exp_shifted(s, m).sum(axis=-1)  # noqa: E741
@@ -151,8 +153,7 @@ def _prepare(
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     seqlens = q.shape[-2], k.shape[-2]
-    together = Options(**options)
-    together.check_axes(q)
+    together = Options.of(q, options)
     return q, k, v, Tiles(*seqlens, scale, together)
 
 
@@ -161,9 +162,10 @@ class GradientSteps(NamedTuple):
 
     p, dp, ds_bias and ds are (..., seqlen_q, seqlen_k), delta is
     (..., seqlen_q), dq, dk and dv have the shapes of q, k and v. ds is the
-    gradient of scale * QK^T, ds_bias the gradient of the softmax's input:
-    they differ by the slope of a softcap. dbias has the shape of bias, dsink
-    that of sink; each is None without it.
+    gradient of scale * QK^T, ds_bias that of the scores to which a bias is
+    added: they differ by the slope of a softcap. dbias has the shape of bias,
+    dsink that of sink; each is None without it. dmod has the gradients of
+    return_dmod; None without names there.
     """
 
     p: np.ndarray
@@ -176,6 +178,7 @@ class GradientSteps(NamedTuple):
     dk: np.ndarray
     dbias: np.ndarray | None
     dsink: np.ndarray | None
+    dmod: dict[str, np.ndarray] | None
 
     def __str__(self) -> str:
         names = (name for name, x in self._asdict().items() if x is not None)
@@ -205,6 +208,8 @@ def gradient_steps(
         dQ &= scale \cdot dS K \\
         dK &= scale \cdot dS^T Q
 
+    These dS are the softmax's; a softcap and a score_mod multiply them by
+    their slopes on the way to Q and K.
     [002], "Gradient formulas"; [003], "Summary of backward calculation".
     Z is 1 without dropout. dlse, the gradient with respect to lse, is 0 there:
     d lse_i / d S_ij = P_ij adds P_ij dlse_i to dS. Sums include all visible
@@ -227,7 +232,8 @@ def gradient_steps(
     dout, scale = np.asarray(dout, np.float64), tiles.scale
     bias, sink = tiles.options.bias, tiles.options.sink
     whole = tiles.whole()
-    s, slope, visible = tiles.scores(q, k, whole)
+    scores = tiles.scores(q, k, whole)
+    s, visible = scores.s, scores.visible
     visible_t = None if visible is None else np.swapaxes(visible, -1, -2)
 
     weights = safe_softmax(with_sink(s, sink))
@@ -239,17 +245,23 @@ def gradient_steps(
     delta = weighted_sum(p, dp, visible)
     if dlse is not None:
         delta = delta - np.asarray(dlse, np.float64)
-    ds_bias = score_gradient(p, dp, delta, visible)
-    ds = masked(ds_bias * slope, visible)
+    ds_softmax = score_gradient(p, dp, delta, visible)
+    ds_bias = masked(ds_softmax * scores.slope_bias, visible)
+    ds = masked(ds_softmax * scores.slope, visible)
     dq = scale * masked_product(ds, k, visible)
     dk = scale * masked_product(np.swapaxes(ds, -1, -2), q, visible_t)
-    dbias = dsink = None
+    dbias = dsink = dmod = None
     if bias is not None:
         dbias = reduce_to_shape(ds_bias, np.shape(bias))
     if sink is not None:  # P (0 - D): a sink's value is 0
         dsink = -(p_sink[..., 0] * delta).sum(axis=-1)
         dsink = reduce_to_shape(dsink, np.shape(sink))
-    return GradientSteps(p, dv, dp, delta, ds_bias, ds, dq, dk, dbias, dsink)
+    if tiles.options.return_dmod:
+        dmod = tiles.options.zeros_of_mod()
+        add_gradients(dmod, scores.gathers, ds_softmax, visible)
+    return GradientSteps(
+        p, dv, dp, delta, ds_bias, ds, dq, dk, dbias, dsink, dmod
+    )
 
 
 def attention_vjp(
@@ -272,9 +284,10 @@ def attention_vjp(
     Returns
     -------
     dq, dk, dv : ndarray of float64
-        With the shapes of q, k and v; then dbias if there is a bias, and
-        dsink if there is a sink.
+        With the shapes of q, k and v; then dbias if there is a bias, dsink
+        if there is a sink, and dmod, a dict, if return_dmod names arrays.
     """
     steps = gradient_steps(dout, q, k, v, scale=scale, dlse=dlse, **options)
-    others = [x for x in (steps.dbias, steps.dsink) if x is not None]
+    maybe: tuple[Any, ...] = steps.dbias, steps.dsink, steps.dmod
+    others = [x for x in maybe if x is not None]
     return steps.dq, steps.dk, steps.dv, *others

@@ -15,10 +15,11 @@ tile:
 (..., seqlen_k, head_dim), v (..., seqlen_k, head_dim_v), lse
 (..., seqlen_q), with the same leading axes; options are the fields of
 `options.Options`, such as causal. dq, dk, dv are float64 with the shapes of
-q, k, v; dbias follows if there is a bias, and dsink if there is a sink. A row
-that sees no key contributes to no gradient, even if its q or dout is NaN. A
-row whose visible scores are all -inf has lse -inf and P 0 too, but its pairs
-take part in every sum, and 0 * inf and 0 * NaN are NaN.
+q, k, v; dbias follows if there is a bias, dsink if there is a sink, and dmod,
+a dict, if return_dmod names arrays (`expressions`). A row that sees no key
+contributes to no gradient, even if its q or dout is NaN. A row whose visible
+scores are all -inf has lse -inf and P 0 too, but its pairs take part in every
+sum, and 0 * inf and 0 * NaN are NaN.
 
 If the loss depends on lse too, its gradient dlse (..., seqlen_q) enters D
 alone. With out = P V, dP = dO V^T and lse_i = log sum_j exp(S_ij),
@@ -66,6 +67,7 @@ from typing import Any
 import numpy as np
 
 from .attention import default_scale
+from .expressions import add_gradients
 from .lse_rest import lse_rests
 from .masks import masked, masked_product, tiles
 from .options import Options, Tile, Tiles
@@ -73,7 +75,7 @@ from .scores import reduce_to_shape, rows_with_rows, sink_gradient
 from .softmax import score_gradient
 from .tile_state import probabilities_from_lse
 
-Gradients = tuple[np.ndarray, ...]
+Gradients = tuple[Any, ...]
 
 
 def delta(
@@ -289,8 +291,7 @@ class _Pass:
         self.dout, self.q, self.k, self.v, self.lse = dout, q, k, v, lse
         self.scale = default_scale(q.shape[-1]) if scale is None else scale
         self.seqlen_q, self.seqlen_k = q.shape[-2], k.shape[-2]
-        self.options = Options(**options)
-        self.options.check_axes(q)
+        self.options = Options.of(q, options)
         self.pairs = Tiles(
             self.seqlen_q, self.seqlen_k, self.scale, self.options
         )
@@ -300,6 +301,7 @@ class _Pass:
         self.dbias = None
         if self.options.bias is not None:
             self.dbias = np.zeros(np.shape(self.options.bias))
+        self.dmod = self.options.zeros_of_mod()
 
     def tile(
         self, q_start: int, q_stop: int, k_start: int, k_stop: int
@@ -308,15 +310,17 @@ class _Pass:
         tile = Tile(q_start, q_stop, k_start, k_stop)
         return None if self.pairs.skips(tile) else _Tile(self, tile)
 
-    def gradients(self) -> tuple[np.ndarray, ...]:
-        """Return dq, dk, dv, and dbias and dsink if they exist."""
-        gradients = [self.dq, self.dk, self.dv]
+    def gradients(self) -> Gradients:
+        """Return dq, dk, dv, and dbias, dsink and dmod if they exist."""
+        gradients: list[Any] = [self.dq, self.dk, self.dv]
         if self.dbias is not None:
             gradients.append(self.dbias)
         if self.options.sink is not None:
             sink = self.options.sink
             moved = self.delta * np.exp(-self.rest)
             gradients.append(sink_gradient(sink, self.lse, moved))
+        if self.dmod:
+            gradients.append(self.dmod)
         return tuple(gradients)
 
 
@@ -328,16 +332,16 @@ class _Tile:
         self.rows = rows = (..., tile.queries, slice(None))
         self.keys = keys = (..., tile.keys, slice(None))
 
-        s, slope, visible = p.pairs.scores(p.q[rows], p.k[keys], tile)
-        self.visible = visible
+        self.scores = p.pairs.scores(p.q[rows], p.k[keys], tile)
+        s, self.visible = self.scores.s, self.scores.visible
+        visible = self.visible
         lse, rest = p.lse[..., tile.queries], p.rest[..., tile.queries]
         weights = probabilities_from_lse(s, lse, visible, rest)
         self.p = p.pairs.dropped(weights, tile)
         dp = p.pairs.dropped(rows_with_rows(p.dout[rows], p.v[keys]), tile)
         delta_rows = p.delta[..., tile.queries]
-        self.ds_bias = score_gradient(weights, dp, delta_rows, visible)
-        with np.errstate(invalid="ignore"):
-            self.ds = masked(self.ds_bias * slope, visible)
+        self.ds_softmax = score_gradient(weights, dp, delta_rows, visible)
+        self.ds = self._through(self.scores.slope)
 
     def add_dv(self) -> None:
         """dV_j += P^T dO_i."""
@@ -350,13 +354,21 @@ class _Tile:
         _add(self.whole.dk[self.keys], product, self.whole.scale)
 
     def add_dq(self) -> None:
-        """dQ_i += scale * dS K_j; adds to dbias, too."""
+        """dQ_i += scale * dS K_j; adds to dbias and dmod, too."""
         keys = self.whole.k[self.keys]
         product = masked_product(self.ds, keys, self.visible)
         _add(self.whole.dq[self.rows], product, self.whole.scale)
         if self.whole.dbias is not None:
             part = self.tile.of(self.whole.dbias)
-            _add(part, reduce_to_shape(self.ds_bias, part.shape))
+            ds_bias = self._through(self.scores.slope_bias)
+            _add(part, reduce_to_shape(ds_bias, part.shape))
+        gathers = self.scores.gathers
+        add_gradients(self.whole.dmod, gathers, self.ds_softmax, self.visible)
+
+    def _through(self, slope: np.ndarray | float) -> np.ndarray:
+        """Return dS times a slope, 0 where not visible."""
+        with np.errstate(invalid="ignore"):
+            return masked(self.ds_softmax * slope, self.visible)
 
     def _transposed(
         self, weights: np.ndarray, values: np.ndarray

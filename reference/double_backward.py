@@ -185,8 +185,7 @@ class _Pass:
         self.out, self.lse, self.direction = out, lse, direction
         self.scale = default_scale(q.shape[-1]) if scale is None else scale
         self.seqlen_q, self.seqlen_k = q.shape[-2], k.shape[-2]
-        self.options = Options(**options)
-        self.options.check_axes(q)
+        self.options = Options.of(q, options)
         self.pairs = Tiles(
             self.seqlen_q, self.seqlen_k, self.scale, self.options
         )
@@ -251,12 +250,11 @@ class _Tile:
         self.rows = rows = (..., tile.queries, slice(None))
         self.keys = keys = (..., tile.keys, slice(None))
         q, k = p.q[rows], p.k[keys]
-        s, self.slope, self.visible = p.pairs.scores(q, k, tile)
+        scores = p.pairs.scores(q, k, tile)
+        s, self.slope, self.visible = scores.s, scores.slope, scores.visible
         lse, rest = p.lse[..., tile.queries], p.rest[..., tile.queries]
         self.p = probabilities_from_lse(s, lse, self.visible, rest)
-        self.w, self.x_dot = p.direction.of_scores(
-            p.pairs, q, k, tile, self.slope, self.visible
-        )
+        self.w, self.x_dot = p.direction.of_scores(p.pairs, q, k, tile, scores)
         dp = rows_with_rows(p.dout[rows], p.v[keys])
         self.dp = p.pairs.dropped(dp, tile)
         self.ds = score_gradient(

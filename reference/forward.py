@@ -88,7 +88,7 @@ def row_by_row(
     for i in range(pairs.seqlen_q):
         row = slice(i, i + 1)
         tile = Tile(i, i + 1, 0, pairs.seqlen_k)
-        s, _, visible = pairs.scores(q[..., row, :], k, tile)
+        s, _, visible, *_ = pairs.scores(q[..., row, :], k, tile)
         s = with_sink(s, sink)
         m = row_max(s)
         l = exp_shifted(s, m).sum(axis=-1)  # noqa: E741
@@ -199,7 +199,7 @@ def key_outer(
             rows = slice(q_start, q_stop)
             m_old, l_old = m_all[..., rows], l_all[..., rows]
 
-            s, _, visible = pairs.scores(
+            s, _, visible, *_ = pairs.scores(
                 q[..., rows, :], k[..., keys, :], tile
             )
             m = np.fmax(m_old, row_max(s))
@@ -307,8 +307,7 @@ def _prepare(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Tiles]:
     """Convert to float64, allocate the results, collect the options."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    together = Options(**options)
-    together.check_axes(q)
+    together = Options.of(q, options)
     scale = default_scale(q.shape[-1]) if scale is None else scale
     out = np.zeros((*q.shape[:-1], v.shape[-1]))
     lse = np.full(q.shape[:-1], -np.inf)
@@ -331,7 +330,8 @@ def _stream(
         if pairs.skips(tile):
             continue
         keys = slice(k_start, k_stop)
-        s, _, visible = pairs.scores(q[..., rows, :], k[..., keys, :], tile)
+        own = q[..., rows, :], k[..., keys, :]
+        s, _, visible, *_ = pairs.scores(*own, tile)
         drop = functools.partial(pairs.dropped, tile=tile)
         state = state.update(s, v[..., keys, :], visible, drop)
     return state

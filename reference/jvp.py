@@ -230,8 +230,7 @@ def jvp(
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     direction = Direction(q_dot, k_dot, v_dot, bias_dot, sink_dot)
-    together = Options(**options)
-    together.check_axes(q)
+    together = Options.of(q, options)
     scale = default_scale(q.shape[-1]) if scale is None else scale
     pairs = Tiles(q.shape[-2], k.shape[-2], scale, together)
     rows = (*direction.leading(q), pairs.seqlen_q)
@@ -248,8 +247,9 @@ def jvp(
             if pairs.skips(tile):
                 continue
             at = (..., tile.keys, slice(None))
-            s, slope, visible = pairs.scores(own, k[at], tile)
-            w, _ = direction.of_scores(pairs, own, k[at], tile, slope, visible)
+            scores = pairs.scores(own, k[at], tile)
+            s, visible = scores.s, scores.visible
+            w, _ = direction.of_scores(pairs, own, k[at], tile, scores)
             moved = None if direction.v is None else direction.v[at]
             state = state.update(pairs, tile, s, w, v[at], moved, visible)
         done = state.finalize()

@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention import attention
+from .expressions import HeadIndices
 from .masks import UNBOUNDED, Window
 from .packed import spans
 from .rotary import apply_rotary
@@ -398,6 +399,8 @@ def forward_kvcache(
             append(k_cache, at, part, k, k_scale)
             append(v_cache, at, part, v_new[part.new], v_scale)
     num_heads_kv = k_cache.shape[2]
+    groups = num_heads_kv, q.shape[-2] // max(num_heads_kv, 1)
+    head = np.arange(q.shape[-2]).reshape(groups)
     out = np.zeros((*q.shape[:-1], v_cache.shape[-1]))
     lse = np.full(q.shape[:-1], -np.inf)
     for part, rows in zip(parts, queries, strict=True):
@@ -412,6 +415,7 @@ def forward_kvcache(
             window=window,
             alibi_slopes=heads_of(alibi_slopes, number, num_heads_kv),
             sink=heads_of(sink, number, num_heads_kv),
+            head_indices=HeadIndices(number, head),
             heads_first=True,
             **options,
         )

@@ -41,13 +41,15 @@ ValueError: q has shape (1, 16, 4, 8), taken for (batch, heads, ...
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import masks, scores
+from . import expressions, masks, scores
 from .dropout import Dropout
+from .expressions import Function, Gather, HeadIndices, Place
 from .masks import Visibility, Window
 from .scores import quiet
 from .tile_state import TileState
@@ -88,6 +90,16 @@ class Options:
     segment_ids_q, segment_ids_k : ndarray of int, (..., seqlen), or None
         Both or neither.
     dropout : Dropout or None
+    score_mod, mask_mod : callable or None
+        See `expressions`, also for mod_arrays. score_mod follows bias;
+        mask_mod joins the other masks.
+    mod_arrays : dict of str to array_like or number
+    return_dmod : tuple of str
+        Of mod_arrays, those whose gradients backward returns: in a dict,
+        after all other gradients.
+    head_indices : HeadIndices or None
+        Which batch and head each leading index of q is, to score_mod and
+        mask_mod; as `HeadIndices.of` by default.
     largest_score : float or None
         Scores and dot products q_i k_j beyond it become infinite; see
         `scores.in_range`. None: float64's largest number.
@@ -109,9 +121,36 @@ class Options:
     segment_ids_q: np.ndarray | None = None
     segment_ids_k: np.ndarray | None = None
     dropout: Dropout | None = None
+    score_mod: Function | None = None
+    mask_mod: Function | None = None
+    mod_arrays: Mapping[str, Any] | None = None
+    return_dmod: tuple[str, ...] = ()
+    head_indices: HeadIndices | None = None
     largest_score: float | None = None
     queries: Queries | None = None
     heads_first: bool = False
+
+    @classmethod
+    def of(cls, q: np.ndarray, given: Mapping[str, Any]) -> Options:
+        """Return a call's options, once its axes are checked.
+
+        Parameters
+        ----------
+        q : ndarray, (..., seqlen_q, head_dim)
+        given : dict
+            The call's keyword arguments.
+        """
+        options = cls(**given)
+        options.check_axes(q)
+        if options.score_mod is options.mask_mod is None:
+            return options
+        heads = options.head_indices or HeadIndices.of(q.shape[:-2])
+        return replace(options, head_indices=heads)
+
+    def zeros_of_mod(self) -> dict[str, np.ndarray]:
+        """Return sums for the gradients of return_dmod."""
+        arrays = self.mod_arrays or {}
+        return {x: np.zeros(np.shape(arrays[x])) for x in self.return_dmod}
 
     def check_axes(self, q: np.ndarray) -> None:
         """Refuse arrays that may be (batch, seqlen, heads, head_dim).
@@ -173,21 +212,27 @@ class Tile(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of a tile, and their derivative with respect to scale * QK^T.
+    """Scores of a tile, and their derivatives.
 
     Attributes
     ----------
     s : ndarray, (..., rows, keys)
         -inf where not visible.
     slope : ndarray or float, broadcastable to s
-        1.0 without a softcap.
+        With respect to scale * QK^T; 1.0 without a softcap and score_mod.
     visible : ndarray of bool, broadcastable to s, or None
         None: all is visible.
+    slope_bias : ndarray or float, broadcastable to s
+        With respect to a bias; 1.0 without score_mod.
+    gathers : dict of Gather to ndarray
+        With respect to what score_mod reads; see `expressions.Modified`.
     """
 
     s: np.ndarray
     slope: np.ndarray | float
     visible: np.ndarray | None
+    slope_bias: np.ndarray | float = 1.0
+    gathers: Mapping[Gather, np.ndarray] = {}
 
 
 class Tiles:
@@ -215,6 +260,9 @@ class Tiles:
             given.append(masks.same_segment(ids_q, ids_k))
         if o.mask is not None:
             given.append(tile.of(o.mask))
+        if o.mask_mod is not None:
+            place, arrays = self._place(tile), o.mod_arrays or {}
+            given.append(expressions.visible(o.mask_mod, place, arrays))
         if not given:
             return None
         together: np.ndarray = functools.reduce(np.logical_and, given)
@@ -254,9 +302,14 @@ class Tiles:
             s = s + tile.of(o.bias)
         if not (o.alibi_slopes is o.bias is None):
             s = scores.in_range(s, o.largest_score)
-        if visible is not None:
-            s = np.where(visible, s, -np.inf)
-        return Scores(s, slope, visible)
+        if o.score_mod is None:
+            return Scores(_masked(s, visible), slope, visible)
+        s, of_mod, gathers = expressions.score(
+            *(o.score_mod, s, self._place(tile), o.mod_arrays or {}),
+            gradients=o.return_dmod,
+        )
+        s = _masked(scores.in_range(s, o.largest_score), visible)
+        return Scores(s, slope * of_mod, visible, of_mod, gathers)
 
     @quiet
     def curvature(self, q: np.ndarray, k: np.ndarray) -> np.ndarray | None:
@@ -270,6 +323,8 @@ class Tiles:
         k : ndarray, (..., keys, head_dim)
         """
         o = self.options
+        if o.score_mod is not None:
+            raise NotImplementedError("second derivatives of score_mod")
         if o.softcap is None:
             return None
         s = scores.scores_of(q, k, self.scale, largest=o.largest_score)
@@ -305,8 +360,19 @@ class Tiles:
         total = self.seqlen_q if o.queries is None else o.queries.seqlen_q
         return total, self.seqlen_k, o.causal, o.window
 
+    def _place(self, tile: Tile) -> Place:
+        """Where the tile's pairs are in their sequence."""
+        lengths = self._bounds()[:2]
+        heads = self.options.head_indices or HeadIndices()
+        return Place(*self._tokens(tile), *lengths, heads)
+
     def _tokens(self, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
         query = np.arange(tile.q_start, tile.q_stop)
         if self.options.queries is not None:
             query = self.options.queries.indices[tile.queries]
         return query, np.arange(tile.k_start, tile.k_stop)
+
+
+def _masked(s: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
+    """Return scores, -inf where not visible."""
+    return s if visible is None else np.where(visible, s, -np.inf)

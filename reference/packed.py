@@ -36,7 +36,9 @@ import numpy as np
 
 from .attention import attention, attention_vjp
 from .double_backward import SecondGradients, double_backward
+from .expressions import HeadIndices
 from .jvp import Tangents, jvp
+from .options import Options
 
 
 class Span(NamedTuple):
@@ -108,7 +110,9 @@ def packed_attention(
     cu_seqlens_q, cu_seqlens_k : ndarray of int, (batch + 1,)
     **options
         As in `attention`, the same for all sequences, except that
-        alibi_slopes may have an axis of sequences before all others.
+        alibi_slopes may have an axis of sequences before all others. To
+        score_mod and mask_mod, b is the sequence's index, and queries and
+        keys have their indices within it.
 
     Returns
     -------
@@ -124,7 +128,7 @@ def packed_attention(
             q[..., rows, :],
             k[..., keys, :],
             v[..., keys, :],
-            **_of_sequence(options, b, q.ndim),
+            **_of_sequence(options, b, q.shape[:-2]),
         )
     return out, lse
 
@@ -139,32 +143,35 @@ def packed_attention_vjp(
     *,
     dlse: np.ndarray | None = None,
     **options: Any,
-) -> tuple[np.ndarray, ...]:
+) -> tuple[Any, ...]:
     """Compute the gradients; see `attention.attention_vjp`.
 
     Returns
     -------
     dq, dk, dv : ndarray
-        0 for tokens of no sequence; then dsink if there is a sink, summed
-        over all sequences.
+        0 for tokens of no sequence; then dsink if there is a sink, and dmod
+        if return_dmod names arrays, summed over all sequences.
     """
     dout, q, k, v = (np.asarray(x, np.float64) for x in (dout, q, k, v))
-    gradients = [np.zeros(x.shape) for x in (q, k, v)]
+    gradients: list[Any] = [np.zeros(x.shape) for x in (q, k, v)]
     if options.get("sink") is not None:
         gradients.append(np.zeros(np.shape(options["sink"])))
+    dmod = Options(**options).zeros_of_mod()
     totals = q.shape[-2], k.shape[-2]
     for b, rows, keys in spans(cu_seqlens_q, cu_seqlens_k, *totals):
-        parts = attention_vjp(
+        parts: Any = attention_vjp(
             dout[..., rows, :],
             *(q[..., rows, :], k[..., keys, :], v[..., keys, :]),
             dlse=None if dlse is None else dlse[..., rows],
-            **_of_sequence(options, b, q.ndim),
+            **_of_sequence(options, b, q.shape[:-2]),
         )
         q_index, k_index = (..., rows, slice(None)), (..., keys, slice(None))
         indices: list[Any] = [q_index, k_index, k_index, ...]
         for x, part, index in zip(gradients, parts, indices, strict=False):
             x[index] += part
-    return tuple(gradients)
+        for name, total in dmod.items():
+            total += parts[-1][name]
+    return (*gradients, dmod) if dmod else tuple(gradients)
 
 
 def packed_jvp(
@@ -207,7 +214,7 @@ def packed_jvp(
             *(q[..., rows, :], k[..., keys, :], v[..., keys, :]),
             *(_own(q_dot, rows), _own(k_dot, keys), _own(v_dot, keys)),
             sink_dot=sink_dot,
-            **_of_sequence(options, b, q.ndim),
+            **_of_sequence(options, b, q.shape[:-2]),
         )
         columns, row = (..., rows, slice(None)), (..., rows)
         for result, part, index in zip(
@@ -270,7 +277,7 @@ def packed_double_backward(
             *(out[..., rows, :], lse[..., rows]),
             ddsink=ddsink,
             dlse=None if dlse is None else dlse[..., rows],
-            **_of_sequence(options, b, q.ndim),
+            **_of_sequence(options, b, q.shape[:-2]),
         )
         queries, of_keys = (..., rows, slice(None)), (..., keys, slice(None))
         indices: tuple[Any, ...] = (
@@ -287,17 +294,20 @@ def _own(array: np.ndarray | None, tokens: slice) -> np.ndarray | None:
 
 
 def _of_sequence(
-    options: dict[str, Any], number: int, rank: int
+    options: dict[str, Any], number: int, leading: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return options with the sequence's slopes, and it as dropout's batch.
+    """Return options with the sequence's slopes, and its index as the batch.
 
     Slopes are of each sequence if they have an axis more than the leading
-    axes of q, whose rank is `rank`.
+    axes of q. The batch is that of dropout, score_mod and mask_mod.
     """
     own = dict(options)
     slopes, dropout = options.get("alibi_slopes"), options.get("dropout")
-    if slopes is not None and np.ndim(slopes) > rank - 2:
+    if slopes is not None and np.ndim(slopes) > len(leading):
         own["alibi_slopes"] = np.asarray(slopes)[number]
     if dropout is not None:
         own["dropout"] = dropout._replace(batch=number)
+    if options.keys() & {"score_mod", "mask_mod"}:
+        heads = options.get("head_indices") or HeadIndices.of(leading)
+        own["head_indices"] = heads._replace(batch=number)
     return own

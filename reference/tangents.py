@@ -9,7 +9,8 @@ has the slope g, and a bias is added last, so that scores move with
     W &= S' = g \circ X' + B'.
 
 ALiBi adds nothing to W, because slopes do not move. A masked pair has no
-score, so W is 0 there, whatever stands in Q' and K'.
+score, so W is 0 there, whatever stands in Q' and K'. A score_mod
+(`expressions`) multiplies W by its slope; its arrays do not move.
 
 Example
 -------
@@ -23,9 +24,9 @@ W is the rate at which scores change:
 >>> k, k_dot = rng.standard_normal((2, 5, 4))
 >>> pairs = Tiles(3, 5, 0.5, Options(softcap=2.0))
 >>> whole = pairs.whole()
->>> s, slope, visible = pairs.scores(q, k, whole)
+>>> scores = pairs.scores(q, k, whole)
 >>> direction = Direction(q=q_dot, k=k_dot)
->>> w, _ = direction.of_scores(pairs, q, k, whole, slope, visible)
+>>> w, _ = direction.of_scores(pairs, q, k, whole, scores)
 >>> h = 1e-6
 >>> moved = [
 ...     pairs.scores(q + t * q_dot, k + t * k_dot, whole).s for t in (h, -h)
@@ -41,7 +42,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from .masks import masked
-from .options import Tile, Tiles
+from .options import Scores, Tile, Tiles
 from .scores import quiet, rows_with_rows
 
 
@@ -90,8 +91,7 @@ class Direction:
         q: np.ndarray,
         k: np.ndarray,
         tile: Tile,
-        slope: np.ndarray | float,
-        visible: np.ndarray | None,
+        scores: Scores,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return W and X' of a tile, both 0 where not visible.
 
@@ -102,8 +102,8 @@ class Direction:
         k : ndarray, (..., keys, head_dim)
         tile : Tile
             The tile that they belong to.
-        slope, visible
-            As `Tiles.scores` returned them.
+        scores : Scores
+            Those of the tile.
         """
         x_dot = np.zeros((q.shape[-2], k.shape[-2]))
         if self.q is not None:
@@ -111,7 +111,7 @@ class Direction:
         if self.k is not None:
             x_dot = x_dot + rows_with_rows(q, self.k[..., tile.keys, :])
         x_dot = pairs.scale * x_dot
-        w = slope * x_dot
+        w = scores.slope * x_dot
         if self.bias is not None:
-            w = w + tile.of(self.bias)
-        return masked(w, visible), masked(x_dot, visible)
+            w = w + scores.slope_bias * tile.of(self.bias)
+        return masked(w, scores.visible), masked(x_dot, scores.visible)

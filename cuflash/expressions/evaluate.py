@@ -1,107 +1,271 @@
-"""Evaluates graphs on NumPy arrays: of a tile's pairs, or of whole ranges."""
+"""Evaluates graphs on NumPy arrays: of a tile's pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cuflash.expressions import nodes
+from cuflash.errors import ValueRangeError
+from cuflash.expressions import nodes, ranges
 from cuflash.expressions.functions import FUNCTIONS
 from cuflash.expressions.nodes import Node
+
+# Smaller arrays are not worth a buffer.
+LEAST_BUFFER = 4096
+
+
+class ModArrays:
+    """Arrays and numbers that graphs read, by slot.
+
+    Parameters
+    ----------
+    arrays, numbers : sequence
+    check : bool
+        Whether an index outside an array raises a ValueRangeError.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Any],
+        numbers: Sequence[Any],
+        check: bool = False,
+    ) -> None:
+        self.arrays, self.numbers, self.check = arrays, numbers, check
+        self._flat: dict[int, np.ndarray] = {}
+
+    def flat(self, slot: int) -> np.ndarray:
+        """An array's elements in C order."""
+        if slot not in self._flat:
+            self._flat[slot] = np.ascontiguousarray(self.arrays[slot]).ravel()
+        return self._flat[slot]
+
+
+class Buffers:
+    """Memory for the large values of one tile after the other.
+
+    New memory costs more than what is computed into it.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple, list[np.ndarray]] = {}
+        self._lent: dict[int, np.ndarray] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array to be overwritten."""
+        free = self._free.get((shape, np.dtype(dtype)))
+        array = free.pop() if free else np.empty(shape, dtype)
+        self._lent[id(array)] = array
+        return array
+
+    def has_lent(self, array: Any) -> bool:
+        return id(array) in self._lent
+
+    def give_back(self, array: np.ndarray) -> None:
+        """Take an array again that was lent, any other not."""
+        if self._lent.pop(id(array), None) is not None:
+            key = array.shape, array.dtype
+            self._free.setdefault(key, []).append(array)
+
+    def recycle(self) -> None:
+        """Take all again: what was computed before is no longer needed."""
+        for array in [*self._lent.values()]:
+            self.give_back(array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _schedule(
+    roots: tuple[Node, ...],
+) -> tuple[tuple[Node, tuple[Node, ...]], ...]:
+    """What roots need in order; with each the operands that it uses last."""
+    last: dict[Node, Node] = {}
+    order = nodes.in_order(roots)
+    for node in order:
+        last |= dict.fromkeys(node.args, node)
+    dead: dict[Node, list[Node]] = {}
+    for node, user in last.items():
+        if node not in roots:
+            dead.setdefault(user, []).append(node)
+    return tuple((x, tuple(dead.get(x, ()))) for x in order)
 
 
 class Values:
     """The values of nodes, each computed once.
 
+    Ints that 32 bits hold, whatever a call's lengths, have 32 bits.
+
     Parameters
     ----------
     leaves : mapping of Node to object
-        Values of the leaves: of `nodes.SCORE` and of indices and lengths.
-        Arrays broadcast: a row of queries is (q, 1), one of keys (1, k).
-    arrays, numbers : sequence
-        Of `mod_arrays`, by slot.
+        Values of the leaves: of `nodes.SCORE` and of indices and lengths; and
+        of any other nodes that are known. Arrays broadcast: a row of queries
+        is (q, 1), one of keys (1, k).
+    given : ModArrays
     real : dtype
         That in which reals are computed.
-    check : bool
-        Whether an index outside an array raises an IndexError.
+    buffers : Buffers, optional
+        For large values: those before are overwritten, and so is the score.
+        They allow one call of `of`.
     """
 
     def __init__(
         self,
         leaves: Mapping[Node, Any],
-        arrays: Sequence[Any],
-        numbers: Sequence[Any],
+        given: ModArrays,
         real: Any,
-        check: bool = False,
+        buffers: Buffers | None = None,
     ) -> None:
         self._known = dict(leaves)
-        self._arrays, self._numbers = arrays, numbers
-        self._real, self._check = np.dtype(real), check
+        self._given, self._real = given, np.dtype(real)
+        self._buffers = buffers
+        if buffers is not None:
+            buffers.recycle()
 
-    def of(self, root: Node) -> Any:
-        """A root's value: an array, or a number if it is all pairs'."""
+    def of(self, *roots: Node) -> list[Any]:
+        """The values of roots: arrays, or numbers that all pairs share."""
         known = self._known
-        if root not in known:
-            for node in nodes.in_order([root]):
-                if node not in known:
-                    known[node] = self._computed(node)
-        return known[root]
+        for node, dead in _schedule(roots):
+            if node not in known:
+                known[node] = self._computed(node, dead)
+            for x in dead if self._buffers is not None else ():
+                self._end(x, known[node])
+        return [known[x] for x in roots]
 
-    def kept(self, roots: Iterable[Node]) -> dict[Node, Any]:
-        """The values of roots, for the leaves of other values."""
-        return {x: self.of(x) for x in roots}
+    def _end(self, node: Node, result: Any) -> None:
+        """Forget a value whose memory others may use."""
+        value, buffers = self._known[node], self._buffers
+        if node is nodes.SCORE:
+            del self._known[node]
+        elif buffers is not None and buffers.has_lent(value):
+            del self._known[node]
+            if value is not result:
+                buffers.give_back(value)
 
-    def place(self, gather: Node) -> tuple[tuple[Any, ...], Any]:
-        """Where a gather reads: indices, 0 if outside, and where inside."""
-        array = self._arrays[gather.value[0]]
-        places, inside = [], np.True_
-        for node, size in zip(gather.args, array.shape, strict=True):
-            index = np.asarray(self.of(node))
-            index = np.where(index < 0, index + size, index)
-            within = (index >= 0) & (index < size)
-            places.append(np.where(within, index, 0))
-            inside = inside & within
-        return tuple(places), inside
+    def place(self, gather: Node) -> tuple[Any, Any]:
+        """Where a gather reads among the elements in C order, and if inside.
 
-    def _computed(self, node: Node) -> Any:
+        0 where it is not. Its indices have to be known.
+        """
+        shape = self._given.arrays[gather.value[0]].shape
+        place: Any = np.int64(0)
+        inside, stride = np.True_, 1
+        for node, size in zip(gather.args[::-1], shape[::-1], strict=True):
+            index = np.asarray(self._known[node])
+            low, high = (index.min(), index.max()) if index.size else (0, 0)
+            if low < 0:
+                index = np.where(index < 0, index + size, index)
+            if low < -size or high >= size:
+                within = (index >= 0) & (index < size)
+                inside, index = inside & within, np.where(within, index, 0)
+            wide = index.astype(np.int64, copy=False)
+            place = place + (wide if stride == 1 else wide * stride)
+            stride *= size
+        return place, inside
+
+    def _computed(self, node: Node, dead: tuple[Node, ...]) -> Any:
         if node.is_constant:
-            return self._as(node.kind, node.value)
+            return self._dtype(node).type(node.value)
         if node.op == "number":
-            return self._as(node.kind, self._numbers[node.value])
+            return self._dtype(node).type(self._given.numbers[node.value])
         if node.op == "size":
             slot, axis = node.value
-            return np.int64(self._arrays[slot].shape[axis])
+            return np.int32(self._given.arrays[slot].shape[axis])
         if node.op == "gather":
             return self._gathered(node)
         args = [self._known[x] for x in node.args]
-        if node.op == "to_real":
-            return np.asarray(args[0]).astype(self._real)
-        value = FUNCTIONS[node.op].evaluate(*args)
-        return value
+        shape = np.broadcast_shapes(*map(np.shape, args))
+        if self._buffers is None or np.prod(shape) < LEAST_BUFFER:
+            value = FUNCTIONS[node.op].evaluate(*args)
+            wants = self._dtype(node)
+            return value if value.dtype == wants else value.astype(wants)
+        out = self._buffer(node, shape, args, dead)
+        if node.op in _WITH_OUT:
+            _WITH_OUT[node.op](*args, out)
+        elif node.op in _UFUNCS:
+            getattr(np, node.op)(*args, out=out, casting="unsafe")
+        else:
+            np.copyto(out, FUNCTIONS[node.op].evaluate(*args), "unsafe")
+        return out
 
-    def _as(self, kind: str, value: Any) -> Any:
-        if kind == "real":
-            with np.errstate(over="ignore"):
-                return self._real.type(value)
-        return np.int64(value) if kind == "int" else np.bool_(value)
+    def _dtype(self, node: Node) -> np.dtype:
+        if node.kind == "real":
+            return self._real
+        if node.kind == "bool":
+            return np.dtype(bool)
+        return np.dtype(np.int64 if ranges.is_wide(node) else np.int32)
+
+    def _buffer(
+        self,
+        node: Node,
+        shape: tuple[int, ...],
+        args: list[Any],
+        dead: tuple[Node, ...],
+    ) -> np.ndarray:
+        """Memory for a result: an operand's, if that is not needed again."""
+        buffers, dtype = self._buffers, self._dtype(node)
+        assert buffers is not None
+        for arg, value in zip(node.args, args, strict=True):
+            if arg not in dead or np.shape(value) != shape:
+                continue
+            owned = buffers.has_lent(value) or arg is nodes.SCORE
+            if owned and value.dtype == dtype and node.op in _UFUNCS:
+                return value
+        return buffers.take(shape, dtype)
 
     def _gathered(self, node: Node) -> Any:
-        array = self._arrays[node.value[0]]
-        if array.size == 0:
-            places, inside = None, np.False_
-        else:
-            places, inside = self.place(node)
-        if self._check and not np.all(inside):
-            raise IndexError(
-                f"an index of array {node.value[0]} of mod_arrays is outside"
-                f" its shape {array.shape}"
+        slot, dtype = node.value[0], self._dtype(node)
+        elements = self._given.flat(slot)
+        place, inside = self.place(node)
+        if self._given.check and not (elements.size and np.all(inside)):
+            raise ValueRangeError(
+                f"mod_arrays[{slot}] is read outside its shape"
+                f" {self._given.arrays[slot].shape}, expected indices within:"
+                " CUFLASH_CHECK=1 does not let them read 0"
             )
-        kind = {"real": self._real, "int": np.int64, "bool": np.bool_}
-        dtype = kind[node.kind]
-        if places is None:
-            return dtype(0) if callable(dtype) else dtype.type(0)
+        if not elements.size:
+            return np.zeros(np.shape(place), dtype)
+        value: np.ndarray
+        if self._buffers is None or np.size(place) < LEAST_BUFFER:
+            value = elements.take(place)
+        else:
+            value = self._buffers.take(place.shape, elements.dtype)
+            elements.take(place, out=value, mode="clip")
         with np.errstate(over="ignore"):
-            value = np.asarray(array[places]).astype(dtype)
+            value = value.astype(dtype, copy=False)
+        if np.all(inside):
+            return value
         return np.where(inside, value, np.zeros((), dtype))
+
+
+# With `out`, of operands of one kind; and those that are no ufuncs.
+_UFUNCS = {
+    *("add", "subtract", "multiply", "divide", "negative", "absolute"),
+    *("sign", "minimum", "maximum", "power", "exp", "exp2", "expm1", "log"),
+    *("log2", "log10", "log1p", "tanh", "sqrt", "sin", "cos", "floor"),
+    *("ceil", "trunc", "rint", "less", "less_equal", "greater"),
+    *("greater_equal", "equal", "not_equal", "bitwise_and", "bitwise_or"),
+    *("bitwise_xor", "invert", "isnan", "isinf"),
+}
+
+
+def _to_real(x: Any, out: np.ndarray) -> None:
+    np.copyto(out, x, casting="unsafe")
+
+
+def _where(condition: Any, a: Any, b: Any, out: np.ndarray) -> None:
+    np.copyto(out, b, casting="unsafe")
+    np.copyto(out, a, casting="unsafe", where=condition)
+
+
+def _product_if(a: Any, b: Any, out: np.ndarray) -> None:
+    """A product that has a NaN or infinity is looked at again."""
+    np.multiply(a, b, out=out)
+    if not np.isfinite(out.sum()):
+        np.copyto(out, a, where=np.equal(a, 0))
+
+
+_WITH_OUT: dict[str, Callable[..., None]] = {
+    "to_real": _to_real, "where": _where, "product_if": _product_if,
+}  # fmt: skip

@@ -146,3 +146,23 @@ def range_of(node: Node) -> Range:
 def fits_int32(node: Node) -> bool:
     low, high = range_of(node)
     return _INT32[0] <= low and high <= _INT32[1]
+
+
+@functools.lru_cache(maxsize=65536)
+def is_wide(root: Node) -> bool:
+    """Whether an int is computed in 64 bits."""
+    found: dict[Node, bool] = {}
+    for node in nodes.in_order([root]):
+        found[node] = _is_wide(node, [found[x] for x in node.args])
+    return found[root]
+
+
+def _is_wide(node: Node, args: list[bool]) -> bool:
+    if node.kind != "int" or node.op in ("index", "size"):
+        return False
+    if node.op in ("to_int", "left_shift", "right_shift", "number"):
+        return True
+    narrow = fits_int32(node)
+    if node.op == "gather" or node.is_constant:
+        return not narrow
+    return not narrow or any(args)

@@ -183,9 +183,7 @@ class _Body:
         self._arrays, self._exact = arrays, exact
         every = nodes.in_order(roots)
         self._names = {x: f"n{i}" for i, x in enumerate(every)}
-        self._wide: dict[Node, bool] = {}
-        for node in every:
-            self._wide[node] = self._is_wide(node)
+        self._wide = {x: ranges.is_wide(x) for x in every}
         pairs = [x for x in every if not x.of_head]
         kept = dict.fromkeys(
             x
@@ -230,17 +228,6 @@ class _Body:
         if math.isnan(value):
             return "(ex::infinite<Real>() - ex::infinite<Real>())"
         return f"{'-' if value < 0 else ''}ex::infinite<Real>()"
-
-    def _is_wide(self, node: Node) -> bool:
-        """Whether an int takes 64 bits."""
-        if node.kind != "int" or node.op in ("index", "size"):
-            return False
-        if node.op in ("to_int", "left_shift", "right_shift", "number"):
-            return True
-        narrow = ranges.fits_int32(node)
-        if node.op == "gather" or node.is_constant:
-            return not narrow
-        return not narrow or any(self._wide[x] for x in node.args)
 
     def _type(self, node: Node) -> str:
         if node.kind == "int":

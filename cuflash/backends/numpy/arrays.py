@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.backends.numpy.expressions import Recorded
 from cuflash.reference.dropout import Dropout
+from cuflash.reference.expressions import HeadIndices
 from cuflash.request.options import TABLE
 from cuflash.request.problem import Call, Problem
 
@@ -59,11 +61,13 @@ def options(call: Call) -> dict[str, Any]:
             x = heads_first(name, array, p)
             real = "lse" in rule.dtypes
             found[name] = x.astype(working_dtype(p), copy=False) if real else x
+    batch = np.arange(p.batch)[:, None, None]
+    groups = (1, p.num_heads_kv, p.group_size)
+    head = np.arange(p.num_heads_q).reshape(groups)
     if p.dropout:
-        batch = np.arange(p.batch)[:, None, None]
-        groups = (1, p.num_heads_kv, p.group_size)
-        head = np.arange(p.num_heads_q).reshape(groups)
         found["dropout"] = Dropout(p.dropout, call.seed, batch, head)
+    if not (p.score_mod is p.mask_mod is None):
+        found |= Recorded(call).options(HeadIndices(batch, head))
     return found
 
 

@@ -86,6 +86,8 @@ def jvp(call: Call) -> tuple[np.ndarray, ...]:
         )
         if part.flagged is not None:
             nan.forward(part.flagged, own["v"], written)
+        if "score_mod" in part.options:
+            part = part.checked(written[0]["lse"], own["k"].shape[-2])
         for rows in part.rows():
             reference.forward(rows, own, moved, written)
     return out[0], lse[0], out[1:], lse[1:]
@@ -148,6 +150,8 @@ def _differentiate(
         for name, argument in LOGITS.items()
         if getattr(p, argument)
     ]
+    if p.return_dmod:
+        asked += of_call["score_mod"].recorded.gradients()
     return results, asked, written.get("dlse")
 
 

@@ -164,12 +164,33 @@ def find(
         rows |= readers(keys | nan_k, bad_pairs, options, rows | lost)
         rows |= readers(nan_v, (), options, rows | nan)
         rows &= ~lost
+    if "score_mod" in options:  # which may make a number of NaN
+        rows, lost = rows | lost | nan, np.zeros_like(rows)
+        nan = lost
     rows = _in_few_calls(rows, seqlen_k)
     of_q = np.where(rows | lost, 0, of_q)
     score = abs(scale) * _longest(of_q) * longest
     found = of_bounded(score[:, 0, 0, 0], bounded_options(values, options))
     flags = rows, lost, nan, keys, nan_v
     return Flagged(*flags, options, values.largest), found
+
+
+def beyond(
+    flagged: Flagged | None,
+    lse: np.ndarray,
+    seqlen_k: int,
+    options: dict[str, Any],
+) -> Flagged | None:
+    """Flag rows whose lse shows that score_mod has left the bounds, too."""
+    rows = ~(lse <= LARGEST_SCORE)
+    if not rows.any():
+        return flagged
+    rows = _in_few_calls(rows, seqlen_k)
+    if flagged is not None:
+        return flagged._replace(rows=flagged.rows | rows)
+    nothing, of_keys = np.zeros_like(rows), np.zeros((1, 1, 1, seqlen_k), bool)
+    flags = rows, nothing, nothing, of_keys, of_keys
+    return Flagged(*flags, options, LARGEST_VALUE)
 
 
 def bounded_options(values: Values, options: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class Kind(IntEnum):
     BOUNDED : all is finite, scores are at most `LARGEST_SCORE` and values (v
         and, backward, out, dout, dlse; tangents) at most `LARGEST_VALUE`, or
         `LARGEST_COTANGENT` in a double backward. A logit (a bias, say) and
-        lse may be -inf.
+        lse may be -inf. What score_mod makes of scores is not known before
+        (see `flagged.beyond`).
     SMALL : moreover exp(S) and its sums are normal numbers, without m.
     """
 
@@ -73,7 +74,7 @@ def of_bounded(score: np.ndarray, options: dict[str, Any]) -> np.ndarray:
     score : (batch,), the largest |scale * q k| that there may be.
     """
     small = score <= LARGEST_SMALL
-    if options.keys() & {"bias", "alibi_slopes"}:
+    if options.keys() & {"bias", "alibi_slopes", "score_mod"}:
         small = small & False
     for name in options.keys() & LOGITS.keys():
         small = small & (_maximum(options[name]) <= LARGEST_SMALL)

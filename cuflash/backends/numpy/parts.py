@@ -16,6 +16,7 @@ from cuflash.backends.numpy.arrays import KEYS, OPTIONS, Arrays
 from cuflash.backends.numpy.flagged import (
     Flagged,
     Values,
+    beyond,
     bounded_options,
     find,
 )
@@ -53,6 +54,11 @@ class Part(NamedTuple):
     def bounded(self, own: Arrays) -> Arrays:
         """Return its own arrays with 0 for what is flagged."""
         return own if self.flagged is None else self.flagged.bounded(own)
+
+    def checked(self, lse: np.ndarray, seqlen_k: int) -> Part:
+        """Flag rows too whose scores are not bounded, as their lse shows."""
+        flagged = beyond(self.flagged, lse, seqlen_k, self.options)
+        return self._replace(flagged=flagged)
 
     def rows(self) -> Iterator[Rows]:
         """Return its flagged rows."""
@@ -108,6 +114,8 @@ def _sequences(call: Call, options: dict[str, Any]) -> Iterator[Part]:
         own = dict(options)
         if "dropout" in own:
             own["dropout"] = own["dropout"]._replace(batch=number)
+        if "head_indices" in own:
+            own["head_indices"] = own["head_indices"]._replace(batch=number)
         slopes = own.get("alibi_slopes")
         if slopes is not None and np.ndim(call.options["alibi_slopes"]) == 2:
             own["alibi_slopes"] = slopes[number, None]

@@ -47,7 +47,9 @@ def backward(rows: Rows, own: Arrays, gradients: Arrays) -> None:
     given = _arguments(rows, own)
     names = (*"qkv", *(x for x in LOGITS if x in given))
     found = backward_of.key_outer(**given)
-    rows.put(gradients, dict(zip(names, found, strict=True)))
+    rows.put(gradients, dict(zip(names, found, strict=False)))
+    if given.get("return_dmod"):
+        given["score_mod"].add(found[-1])
 
 
 def double_backward(

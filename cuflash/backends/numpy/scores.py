@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from cuflash.reference.dropout import Dropout
+from cuflash.backends.numpy.expressions import Expressions, Slopes
 from cuflash.reference.masks import tiles as cut
 from cuflash.reference.options import Options, Tile, Tiles
 
@@ -82,9 +83,12 @@ def options_of(options: dict[str, Any], heads: Heads) -> dict[str, Any]:
         return of_heads(x, heads) if np.ndim(x) >= 3 else x
 
     return {
-        name: Dropout(*map(own, x)) if name == "dropout" else own(x)
+        name: type(x)(*map(own, x)) if name in _OF_HEADS else own(x)
         for name, x in options.items()
     }
+
+
+_OF_HEADS = "dropout", "head_indices"  # tuples of what heads have
 
 
 class Cap:
@@ -138,6 +142,11 @@ class Scores:
         self.scaled_q = self.q * scale if exact else self.q
         self.scale = 1.0 if exact else scale
         self.options = Options(**options_of(options, heads))
+        self.expressions = None
+        if not (self.options.score_mod is self.options.mask_mod is None):
+            lengths = q.shape[-2], k.shape[-2]
+            self.expressions = Expressions(self.options, *lengths, q.dtype)
+            self.options = replace(self.options, score_mod=None, mask_mod=None)
         self.masked = self.options.causal or any(
             x is not None
             for x in (
@@ -151,12 +160,25 @@ class Scores:
     def tiles(self, rows: slice) -> Iterator[tuple[Tile, np.ndarray | None]]:
         """The tiles of some queries, with the mask of those that need one."""
         first, end = self._seen(rows)
-        for start in range(first, end, self.block_k):
-            stop = min(start + self.block_k, end)
+        for start, stop, tested in self._runs(rows, first, end):
             tile = Tile(rows.start, rows.stop, start, stop)
             visible = self.pairs.visible(tile) if self.masked else None
+            if tested and self.expressions is not None:
+                own = self.expressions.visible(tile)
+                visible = own if visible is None else visible & own
             if visible is None or visible.any():
                 yield tile, visible
+
+    def _runs(
+        self, rows: slice, first: int, end: int
+    ) -> Iterator[tuple[int, int, bool]]:
+        """Cut keys into tiles; whether mask_mod may mask some of a tile."""
+        if self.expressions is not None and self.expressions.masks:
+            keys = slice(first, end)
+            yield from self.expressions.runs(rows, keys, self.block_k)
+            return
+        for start in range(first, end, self.block_k):
+            yield start, min(start + self.block_k, end), False
 
     def _seen(self, rows: slice) -> tuple[int, int]:
         """The keys [first, end) that some of the queries see."""
@@ -174,7 +196,21 @@ class Scores:
     ) -> tuple[np.ndarray, Cap | None]:
         """Return S, and the softcap if there is one."""
         s, cap = self._capped(tile, bends)
-        return self._modified(s, tile, visible), cap
+        s = self._modified(s, tile)
+        if self.expressions is not None and self.expressions.score:
+            s = self.expressions.scored(s, tile)
+        return _masked(s, visible), cap
+
+    def differentiated(
+        self, tile: Tile, visible: np.ndarray | None
+    ) -> tuple[np.ndarray, Cap | None, Slopes | None]:
+        """Return S, and the derivatives of the softcap and of score_mod."""
+        if self.expressions is None or not self.expressions.score:
+            return *self.of(tile, visible), None
+        s, cap = self._capped(tile, bends=False)
+        s = self._modified(s, tile)
+        s, slopes = self.expressions.differentiated(s, tile, visible)
+        return _masked(s, visible), cap, slopes
 
     def _capped(
         self, tile: Tile, bends: bool
@@ -192,10 +228,8 @@ class Scores:
         t = np.tanh(s, out=s)
         return t * self.options.softcap, Cap(t, self.options.softcap, bends)
 
-    def _modified(
-        self, s: np.ndarray, tile: Tile, visible: np.ndarray | None
-    ) -> np.ndarray:
-        """Add ALiBi and bias to capped scores, and mask them; in place."""
+    def _modified(self, s: np.ndarray, tile: Tile) -> np.ndarray:
+        """Add ALiBi and bias to capped scores, in place."""
         options = self.options
         if options.alibi_slopes is not None:
             query, key = np.arange(*tile[:2]), np.arange(*tile[2:])
@@ -204,8 +238,6 @@ class Scores:
             s -= options.alibi_slopes[..., None, None] * distance
         if options.bias is not None:
             s += tile.of(options.bias)
-        if visible is not None:
-            np.copyto(s, -np.inf, where=~visible)
         return s
 
     def kept(self, weights: np.ndarray, tile: Tile) -> np.ndarray:
@@ -219,6 +251,13 @@ class Scores:
             return None
         query, key = np.arange(*tile[:2]), np.arange(*tile[2:])
         return self.options.dropout.factors(query, key).astype(self.q.dtype)
+
+
+def _masked(s: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
+    """Return scores, -inf where not visible; in place."""
+    if visible is not None:
+        np.copyto(s, -np.inf, where=~visible)
+    return s
 
 
 def transposed(x: np.ndarray) -> np.ndarray:

@@ -15,7 +15,10 @@ from cuflash.backends.numpy.scores import BLOCK_Q
 from cuflash.reference.masks import tiles as cut
 from cuflash.reference.options import Options, Tile, Tiles
 
-_MASKS = ("causal", "window", "segment_ids_q", "segment_ids_k", "mask")
+_MASKS = (
+    "causal", "window", "segment_ids_q", "segment_ids_k", "mask", "mask_mod",
+    "mod_arrays", "head_indices",
+)  # fmt: skip
 
 
 def visible_tiles(

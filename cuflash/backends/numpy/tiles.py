@@ -175,12 +175,14 @@ def _differentiate(
     """Add the terms of some queries to dq and to the sums, unscaled."""
     q = scores.q[..., rows.place, :]
     for tile, visible in scores.tiles(rows.place):
-        s, cap = scores.of(tile, visible)
+        s, cap, slopes = scores.differentiated(tile, visible)
         p = rows.shift.weights(s)
         _add_to_keys(sums["v"], tile, scores.kept(p, tile), rows.dout)
         ds = scores.kept(rows.dout @ v_transposed[..., tile.keys], tile)
         ds -= rows.delta[..., None]
         ds *= p
+        if slopes is not None:
+            ds = slopes.through(ds)
         _add_to_pairs(sums, tile, ds)
         if cap is not None:
             ds *= cap.slope

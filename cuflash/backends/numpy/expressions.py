@@ -1,0 +1,356 @@
+"""A user's own score_mod and mask_mod on NumPy arrays, tile by tile.
+
+The reference calls functions, so that a recorded one becomes a function
+again: `Replayed`. Tiles take a shorter way. They evaluate the graph on their
+index arrays, rows (queries, 1) and columns (1, keys), so that only what
+depends on both is computed for all pairs; and they skip the keys that
+intervals show to be masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.expressions import derivative, nodes
+from cuflash.expressions.evaluate import Buffers, ModArrays, Values
+from cuflash.expressions.intervals import ALL, NONE, Extremes, Intervals
+from cuflash.expressions.nodes import Node
+from cuflash.reference.expressions import Dual, HeadIndices
+from cuflash.reference.options import Options, Tile
+from cuflash.reference.scores import reduce_to_shape
+from cuflash.request.problem import Call
+from cuflash.request.traced import slot
+from cuflash.settings import read
+
+GRAIN = 64  # keys whose visibility intervals decide together
+
+_B, _H, _QUERY, _KEY = map(nodes.index, nodes.INDICES)
+_LENGTHS = tuple(map(nodes.index, nodes.LENGTHS))
+
+
+class Recorded:
+    """A call's functions and what they read.
+
+    Attributes
+    ----------
+    score, mask : Node or None
+    arrays, numbers : tuple
+        By slot.
+    sums : dict of int to ndarray of float64
+        The gradients of arrays, by slot: tiles add to them.
+    """
+
+    def __init__(self, call: Call) -> None:
+        p = call.problem
+        self.score, self.mask = p.score_mod, p.mask_mod
+        names = map(slot, range(len(p.mod_arrays)))
+        self.arrays = tuple(call.options[x] for x in names)
+        self.numbers = call.mod_numbers
+        check = read("CUFLASH_CHECK") == "1"
+        self.given = ModArrays(self.arrays, self.numbers, check)
+        self.buffers = Buffers()
+        self.sums = {x: np.zeros(self.arrays[x].shape) for x in p.return_dmod}
+        self.extremes = Extremes(self.arrays)
+        self.visibility: dict[tuple, np.ndarray] = {}
+
+    def options(self, heads: HeadIndices) -> dict[str, Any]:
+        """What stands for the functions among the reference's options."""
+        arrays = dict(zip(map(slot, range(8)), self.arrays, strict=False))
+        numbers = {f"number{i}": x for i, x in enumerate(self.numbers)}
+        found: dict[str, Any] = {"mod_arrays": arrays | numbers}
+        found["return_dmod"] = tuple(map(slot, self.sums))
+        for name, root in ("score_mod", self.score), ("mask_mod", self.mask):
+            if root is not None:
+                found[name] = Replayed(self, root)
+        return found | {"head_indices": heads}
+
+    def gradients(self) -> list[np.ndarray]:
+        """Return the gradients, with the dtypes of their arrays."""
+        with np.errstate(over="ignore"):
+            return [
+                x.astype(self.arrays[i].dtype.newbyteorder("="))
+                for i, x in self.sums.items()
+            ]
+
+
+class Replayed:
+    """A recorded function, to be called as the user's is."""
+
+    def __init__(self, recorded: Recorded, root: Node) -> None:
+        self.recorded, self.root = recorded, root
+
+    def __call__(
+        self, *given: Dual, seqlen_q: Dual, seqlen_k: Dual, **arrays: Any
+    ) -> Dual:
+        *score, b, h, query, key = given
+        leaves = _B, _H, _QUERY, _KEY, *_LENGTHS, nodes.SCORE
+        values = b, h, query, key, seqlen_q, seqlen_k, *score
+        known: dict[Node, Dual] = dict(zip(leaves, values, strict=False))
+        for node in nodes.in_order([self.root]):
+            args = tuple(known.get(x) for x in node.args)
+            if node in known:
+                continue
+            if node.is_constant:
+                known[node] = Dual(node.value)
+            elif node.op == "number":
+                known[node] = arrays[f"number{node.value}"]
+            elif node.op == "size":
+                number, axis = node.value
+                known[node] = Dual(arrays[slot(number)].shape[axis])
+            elif node.op == "gather":
+                known[node] = arrays[slot(node.value[0])][args]
+            else:
+                known[node] = _called(node.op, *args)
+        return known[self.root]
+
+    def add(self, gradients: dict[str, np.ndarray]) -> None:
+        """Add gradients of arrays, by their names in `Recorded.options`."""
+        for number, total in self.recorded.sums.items():
+            total += gradients[slot(number)]
+
+
+def _called(name: str, *args: Any) -> Dual:
+    """Return an operation of `expressions.functions` on the reference's."""
+    if name in ("to_int", "to_real"):
+        return args[0].astype(int if name == "to_int" else float)
+    function = np.where if name == "where" else getattr(np, name)
+    return function(*args)
+
+
+class Expressions:
+    """The functions of some heads of a part.
+
+    Parameters
+    ----------
+    options : Options
+        Those of the heads.
+    seqlen_q, seqlen_k : int
+    real : dtype
+        Of scores.
+    """
+
+    def __init__(
+        self, options: Options, seqlen_q: int, seqlen_k: int, real: np.dtype
+    ) -> None:
+        function = options.score_mod or options.mask_mod
+        assert isinstance(function, Replayed)
+        self.recorded, self.real = function.recorded, real
+        self.lengths = seqlen_q, seqlen_k
+        heads = options.head_indices or HeadIndices()
+        b, h = (np.asarray(x)[..., None, None] for x in heads)
+        self._heads = {_B: b, _H: h}
+        leaves: dict[Node, Any] = dict(
+            zip(_LENGTHS, map(np.int32, self.lengths), strict=True)
+        )
+        roots = [x for x in (self.score, self.recorded.mask) if x is not None]
+        leaves |= self._heads
+        of_heads = [x for x in nodes.in_order(roots) if x.of_head]
+        values = Values(leaves, self.recorded.given, real).of(*of_heads)
+        self._leaves = leaves | dict(zip(of_heads, values, strict=True))
+
+    @property
+    def score(self) -> Node | None:
+        return self.recorded.score
+
+    @property
+    def masks(self) -> bool:
+        """Whether there is a mask_mod."""
+        return self.recorded.mask is not None
+
+    # Masks
+
+    def runs(
+        self, rows: slice, keys: slice, block_k: int
+    ) -> Iterator[tuple[int, int, bool]]:
+        """Cut keys into tiles, without those that no query can see.
+
+        Yields
+        ------
+        start, stop : int
+        tested : bool
+            Whether pairs may be masked.
+        """
+        grain = min(GRAIN, block_k)
+        flags = self._flags(rows, grain)
+        first, end = keys.start // grain, -(-keys.stop // grain)
+        most = block_k // grain
+        number = first
+        while number < end:
+            if flags[number] == NONE:
+                number += 1
+                continue
+            last = number
+            while last < min(end, number + most) and flags[last] != NONE:
+                last += 1
+            start = max(keys.start, number * grain)
+            stop = min(keys.stop, last * grain)
+            yield start, stop, bool((flags[number:last] != ALL).any())
+            number = last
+
+    def visible(self, tile: Tile) -> np.ndarray:
+        """Return the tile's pairs, broadcastable to all."""
+        assert self.recorded.mask is not None
+        values = Values(self._of(tile), self.recorded.given, self.real)
+        return np.asarray(*values.of(self.recorded.mask))
+
+    def _flags(self, rows: slice, grain: int) -> np.ndarray:
+        """Return the visibility of grains of keys, for some queries."""
+        mask = self.recorded.mask
+        assert mask is not None
+        place = (
+            *(rows.start, rows.stop, grain, *self.lengths),
+            self._heads[_B].tobytes() if "b" in mask.depends else b"",
+            self._heads[_H].tobytes() if "h" in mask.depends else b"",
+        )
+        known = self.recorded.visibility
+        if place not in known:
+            starts = np.arange(0, self.lengths[1], grain)
+            stops = np.minimum(starts + grain, self.lengths[1])
+            leaves = {x: (y, y) for x, y in self._heads.items()}
+            leaves |= zip(_LENGTHS, map(_twice, self.lengths), strict=True)
+            leaves[_QUERY] = np.array(rows.start), np.array(rows.stop - 1)
+            leaves[_KEY] = starts, stops - 1
+            numbers, extremes = self.recorded.numbers, self.recorded.extremes
+            of = Intervals(leaves, numbers, self.real, extremes)
+            found = np.atleast_2d(of.visibility(mask))
+            heads = tuple(range(found.ndim - 1))
+            every = (found == ALL).all(axis=heads)
+            some = (found != NONE).any(axis=heads)
+            flags = every.astype(np.int8) + some
+            known[place] = np.broadcast_to(flags, starts.shape)
+        return known[place]
+
+    # Scores
+
+    def scored(self, x: np.ndarray, tile: Tile) -> np.ndarray:
+        """Return f(x), an array of its own, or x itself."""
+        assert self.score is not None
+        (s,) = self._values(x, tile).of(self.score)
+        return _whole(s, x)
+
+    def differentiated(
+        self, x: np.ndarray, tile: Tile, visible: np.ndarray | None
+    ) -> tuple[np.ndarray, Slopes]:
+        """Return f(x), to be overwritten, and its derivatives."""
+        assert self.score is not None
+        slots = tuple(self.recorded.sums)
+        slope = derivative.slope(self.score)
+        gathers = derivative.of_gathers(self.score, slots) if slots else {}
+        indices = [x for gather in gathers for x in gather.args]
+        values = self._values(x, tile)
+        s, of_score, *others = values.of(
+            self.score, slope, *gathers.values(), *indices
+        )
+        of_gathers = [
+            Gathered(self.recorded.sums[g.value[0]], *values.place(g), by)
+            for g, by in zip(gathers, others, strict=False)
+        ]
+        s = _whole(s, x)
+        if any(y is s for y in (of_score, *others)):
+            s = s.copy()
+        return s, Slopes(of_score, of_gathers, visible)
+
+    def _of(self, tile: Tile) -> dict[Node, Any]:
+        query = np.arange(*tile[:2], dtype=np.int32)
+        key = np.arange(*tile[2:], dtype=np.int32)
+        return self._leaves | {_QUERY: query[:, None], _KEY: key[None]}
+
+    def _values(self, x: np.ndarray, tile: Tile) -> Values:
+        """Values of a tile; their memory is the next tile's, too."""
+        recorded, leaves = self.recorded, self._of(tile)
+        leaves[nodes.SCORE] = x
+        return Values(leaves, recorded.given, self.real, recorded.buffers)
+
+
+def _whole(s: Any, x: np.ndarray) -> np.ndarray:
+    """Return a score of each pair, in memory of its own."""
+    if np.shape(s) == x.shape:
+        return s
+    return np.broadcast_to(s, x.shape).astype(x.dtype)
+
+
+def _twice(number: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(number), np.array(number)
+
+
+class Gathered(NamedTuple):
+    """A gather of a tile whose array has a gradient.
+
+    Attributes
+    ----------
+    total : ndarray of float64
+        The sum of the gradient.
+    place : ndarray of int
+        Among the array's elements in C order.
+    inside : ndarray of bool
+    slope : ndarray or float
+        f_a.
+    """
+
+    total: np.ndarray
+    place: np.ndarray
+    inside: np.ndarray
+    slope: Any
+
+    def add(self, ds: np.ndarray, visible: np.ndarray | None) -> None:
+        """Add f_a dS to the sums, by the place that pairs read."""
+        terms = _times(ds, self.slope, visible)
+        shape = np.broadcast_shapes(self.place.shape, self.inside.shape)
+        shape = (1,) * (ds.ndim - len(shape)) + shape
+        terms = reduce_to_shape(terms, shape)
+        place = np.broadcast_to(self.place, shape)
+        inside = np.broadcast_to(self.inside, shape)
+        if not inside.all():
+            place, terms = place[inside], terms[inside]
+        _add_at(self.total.reshape(-1), place.ravel(), terms.ravel())
+
+
+class Slopes(NamedTuple):
+    """The derivatives of score_mod at a tile.
+
+    Attributes
+    ----------
+    slope : ndarray or float
+        f_s.
+    gathers : list of Gathered
+    visible : ndarray of bool or None
+    """
+
+    slope: Any
+    gathers: list[Gathered]
+    visible: np.ndarray | None
+
+    def through(self, ds: np.ndarray) -> np.ndarray:
+        """Add dS to the gradients of arrays; return f_s dS."""
+        for gather in self.gathers:
+            gather.add(ds, self.visible)
+        return _times(ds, self.slope, self.visible)
+
+
+def _times(
+    ds: np.ndarray, slope: Any, visible: np.ndarray | None
+) -> np.ndarray:
+    """Return dS times a slope: 0 at masked pairs, whatever their slope."""
+    if np.ndim(slope) == 0 and slope == 1:
+        return ds
+    product = ds * slope
+    if visible is not None and not np.isfinite(np.sum(slope)):
+        np.copyto(product, 0, where=~visible)
+    return product
+
+
+def _add_at(total: np.ndarray, place: np.ndarray, terms: np.ndarray) -> None:
+    """total[place] += terms, where places may repeat."""
+    if not place.size:
+        return
+    first = int(place.min())
+    span = int(place.max()) - first + 1
+    if span > 8 * place.size:
+        np.add.at(total, place, terms)
+        return
+    total[first : first + span] += np.bincount(
+        place - first, weights=terms, minlength=span
+    )
