@@ -148,13 +148,18 @@ def fits_int32(node: Node) -> bool:
     return _INT32[0] <= low and high <= _INT32[1]
 
 
-@functools.lru_cache(maxsize=65536)
-def is_wide(root: Node) -> bool:
+_WIDE: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
+
+
+def is_wide(node: Node) -> bool:
     """Whether an int is computed in 64 bits."""
-    found: dict[Node, bool] = {}
-    for node in nodes.in_order([root]):
-        found[node] = _is_wide(node, [found[x] for x in node.args])
-    return found[root]
+    known = _WIDE.get(node)
+    if known is None:
+        for x in nodes.in_order([node]):
+            if x not in _WIDE:
+                _WIDE[x] = _is_wide(x, [_WIDE[y] for y in x.args])
+        known = _WIDE[node]
+    return known
 
 
 def _is_wide(node: Node, args: list[bool]) -> bool:
