@@ -136,9 +136,8 @@ def range_of(node: Node) -> Range:
     """The smallest and the largest value that an int may have."""
     known = _KNOWN.get(node)
     if known is None:
-        for x in nodes.in_order([node]):
-            if x not in _KNOWN:
-                _KNOWN[x] = _of(x, [_KNOWN[y] for y in x.args])
+        for x in nodes.in_order([node], _KNOWN):
+            _KNOWN[x] = _of(x, [_KNOWN[y] for y in x.args])
         known = _KNOWN[node]
     return known
 
@@ -155,9 +154,8 @@ def is_wide(node: Node) -> bool:
     """Whether an int is computed in 64 bits."""
     known = _WIDE.get(node)
     if known is None:
-        for x in nodes.in_order([node]):
-            if x not in _WIDE:
-                _WIDE[x] = _is_wide(x, [_WIDE[y] for y in x.args])
+        for x in nodes.in_order([node], _WIDE):
+            _WIDE[x] = _is_wide(x, [_WIDE[y] for y in x.args])
         known = _WIDE[node]
     return known
 
