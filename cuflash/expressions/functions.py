@@ -327,11 +327,26 @@ def apply(name: str, *args: Node) -> Node:
     kind: Kind = widest if row.result == "same" else row.result
     if row.result in ("same", "real"):
         operands = tuple(converted(x, kind) for x in operands)
+    elif row.result == "bool":
+        if row.least == "real" and operands[0].kind != "real":
+            return constant(False)  # an int is neither NaN nor infinite
+        operands = _compared(name, operands)
     operands = *condition, *operands
     if all(x.is_constant for x in operands):
         return constant(_folded(row, kind, [x.value for x in operands]))
     same = _unchanged(name, operands)
     return same or nodes.make(name, kind, operands)
+
+
+def _compared(name: str, operands: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Bools as ints, but for whether two of them are equal."""
+    kinds = {x.kind for x in operands}
+    equality = name in ("equal", "not_equal")
+    if "bool" not in kinds or kinds == {"bool"} and equality:
+        return operands
+    return tuple(
+        converted(x, "int") if x.kind == "bool" else x for x in operands
+    )
 
 
 def _folded(row: Function, kind: Kind, values: list[Any]) -> Any:

@@ -346,7 +346,8 @@ def node_of(value: Any, what: str) -> Node:
     """The node of an operand."""
     if isinstance(value, Symbol):
         return value.node
-    if isinstance(value, np.generic):
+    # NumPy's scalars pass themselves on as arrays of no axes in comparisons.
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if nodes.is_number(value):
         if type(value) is int and not -(2**63) < value < 2**63:

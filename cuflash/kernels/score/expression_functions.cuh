@@ -194,7 +194,7 @@ template <class A, class B> inline auto remainder(A a, B b) {
         if (!bounds(u) || !bounds(v) || v.low <= T(0)) return unknown<T>();
         const T first = floor_quotient(u.low, v.low), last = floor_quotient(u.high, v.low);
         // No multiple in between. A quotient of many bits is rounded, and tells nothing.
-        const bool exact = !IS_REAL<T> || (absolute(first) < T(65536));
+        const bool exact = !IS_REAL<T> || (first > T(-65536) && first < T(65536));
         if (v.low == v.high && first == last && exact)
             return Interval<T>{floor_rest(u.low, v.low), floor_rest(u.high, v.low)};
         return Interval<T>{T(0), IS_REAL<T> ? v.high : v.high - T(1)};
