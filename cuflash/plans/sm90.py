@@ -205,9 +205,8 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
     room = _REGISTERS.get((tile.block_q // 64, tile.blocks_per_sm), 0)
     used = tile.block_k * 3 // 4 + dv // 2
-    if problem.score_mod is not None and (
-        _score_bends(problem) or acts(problem) != {"adds"}
-    ):
+    has_more = _score_bends(problem) or acts(problem) != {"adds"}
+    if dv <= 128 and problem.score_mod is not None and has_more:
         used += _USER_REGISTERS
     bent_and_more = "bends" in acts(problem) and (
         problem.bias or problem.segment_ids or is_packed(problem)

@@ -38,6 +38,7 @@ constexpr bool SCORES_TWICE = SCORE_MOD && (DBIAS || DMOD);
 
 static_assert(!(PACKED && (BIAS || PAIRWISE)),
               "packed sequences do not support bias, mask or segment ids");
+static_assert(!INTEGER_DQ || WARP_PRODUCER, "other calls have an order");
 static_assert(!(WARP_PRODUCER && DETERMINISTIC),
               "deterministic order requires consecutive key tiles at every query tile");
 static_assert(FLOAT_P || !(SCORES_BEND || DROPOUT), "dS does not follow from the rounded P alone");

@@ -29,8 +29,6 @@
 #include "sm90/row_stats.cuh"
 
 // The high sums of all query tiles, ordered by dq_accum.cuh, come first, then as many low sums.
-static_assert(!INTEGER_DQ || PACKED || SEGMENTS, "other calls have an order");
-
 constexpr int SUMS_OF_TILE = BLOCK_Q * HEAD_DIM;            // number of dQ sums per query tile
 constexpr float LOW_STEPS = 65536.0f;                       // of lo in one of hi
 
