@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.errors import ValueRangeError
 from cuflash.expressions import nodes, ranges
 from cuflash.expressions.functions import FUNCTIONS
 from cuflash.expressions.nodes import Node
@@ -23,7 +24,7 @@ class ModArrays:
     ----------
     arrays, numbers : sequence
     check : bool
-        Whether an index outside an array raises an IndexError.
+        Whether an index outside an array raises a ValueRangeError.
     """
 
     def __init__(
@@ -218,9 +219,10 @@ class Values:
         elements = self._given.flat(slot)
         place, inside = self.place(node)
         if self._given.check and not (elements.size and np.all(inside)):
-            raise IndexError(
-                f"an index of array {slot} of mod_arrays is outside its"
-                f" shape {self._given.arrays[slot].shape}"
+            raise ValueRangeError(
+                f"mod_arrays[{slot}] is read outside its shape"
+                f" {self._given.arrays[slot].shape}, expected indices within:"
+                " CUFLASH_CHECK=1 does not let them read 0"
             )
         if not elements.size:
             return np.zeros(np.shape(place), dtype)

@@ -34,7 +34,7 @@ LAW = {
     "build": "errors settings folders plans launch",
     "backends.cupy": "errors request plans backends.base launch build",
     "backends": "errors folders request plans launch build reference",
-    "backends.numpy": "request reference",
+    "backends.numpy": "settings request expressions reference",
     "emulator": "backends",
     "api": "errors settings folders request launch backends backends.base"
     " backends.cupy backends.numpy",
