@@ -178,13 +178,17 @@ class Problem:
             for x, y in self.row.option(*self.sizes).items()
         }
 
-    def calls(self, options: dict[str, Any]) -> tuple[Callable, Callable]:
-        """The calls forward and backward, and the first one's results."""
-        q, k, v = self.q, self.k, self.v
-        out, lse = cuflash.forward(q, k, v, return_lse=True, **options)
+    def calls(
+        self, options: dict[str, Any], **of_gradients: Any
+    ) -> tuple[Callable, Callable]:
+        """The calls of forward and of backward."""
+        given = self.q, self.k, self.v
+        out, lse = cuflash.forward(*given, return_lse=True, **options)
         return (
-            lambda: cuflash.forward(q, k, v, return_lse=True, **options),
-            lambda: cuflash.backward(self.dout, q, k, v, out, lse, **options),
+            lambda: cuflash.forward(*given, return_lse=True, **options),
+            lambda: cuflash.backward(
+                self.dout, *given, out, lse, **options, **of_gradients
+            ),
         )
 
 
