@@ -255,7 +255,9 @@ def _arguments(
     }
     parameters = inspect.signature(function).parameters
     takes_all = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
-    lengths = {"seqlen_q": place.seqlen_q, "seqlen_k": place.seqlen_k}
+    lengths = {
+        "seqlen_q": Dual(place.seqlen_q), "seqlen_k": Dual(place.seqlen_k)
+    }  # fmt: skip
     own = given if takes_all else {}
     given |= lengths
     return own | {name: x for name, x in given.items() if name in parameters}

@@ -274,6 +274,8 @@ def _merge_launch(
             ("NUM_WARPS", warps),
             ("HAS_MASK", False),
             ("SEGMENTS", False),
+            ("MASK_MOD", False),
+            ("FLAGS_OF_GROUPS", False),
         ),
         threads=32 * warps,
         ptxas_level=3,  # loads under way together

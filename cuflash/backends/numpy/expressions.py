@@ -83,11 +83,11 @@ class Replayed:
         self.recorded, self.root = recorded, root
 
     def __call__(
-        self, *given: Any, seqlen_q: int, seqlen_k: int, **arrays: Any
+        self, *given: Dual, seqlen_q: Dual, seqlen_k: Dual, **arrays: Any
     ) -> Dual:
         *score, b, h, query, key = given
         leaves = _B, _H, _QUERY, _KEY, *_LENGTHS, nodes.SCORE
-        values = b, h, query, key, Dual(seqlen_q), Dual(seqlen_k), *score
+        values = b, h, query, key, seqlen_q, seqlen_k, *score
         known: dict[Node, Dual] = dict(zip(leaves, values, strict=False))
         for node in nodes.in_order([self.root]):
             args = tuple(known.get(x) for x in node.args)

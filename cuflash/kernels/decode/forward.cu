@@ -60,7 +60,7 @@ __device__ __forceinline__ void compute_part(
     const Arguments& args, SharedPlan& shared, const Part& part, const RowTile& rows,
     const LaneRows& lane_rows, SoftmaxState& softmax, Output& acc) {
     const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-    const TileRange tiles = rows.key_tiles(mask, part);
+    const TileRange tiles = rows.unhidden(args, rows.key_tiles(mask, part));
     const float k_scale = k_scale_of_head(args, rows.kv_head);
     KeyPipeline pipeline(args, shared, part, tiles);
     load_queries(shared_address(&shared.tiles.q), args.arrays, rows);

@@ -39,7 +39,7 @@ static_assert(sizeof(SharedPlan) <= SHARED_BYTES, "the plan and the kernel disag
 __device__ __forceinline__ void compute_part(
     const Arguments& args, const Part& part, const RowTile& rows, WarpRows& warp_rows) {
     const LaneRow lane_row(args, rows);
-    const TileRange tiles = rows.key_tiles(lane_row.mask, part);
+    const TileRange tiles = rows.unhidden(args, rows.key_tiles(lane_row.mask, part));
     KeyLoads loads(args, part, tiles);
     WarpKeys keys;
     loads.load_k(keys, tiles.first);

@@ -50,6 +50,25 @@ struct RowTile {
         return {max(first, part.first_tile), min(end, part.end_tile)};
     }
 
+    // The same tiles without those at either end that the user's mask hides from all rows, as far as
+    // intervals tell. Whole warp, which asks for 32 tiles at a time.
+    template <class Arguments>
+    __device__ __forceinline__ TileRange unhidden(const Arguments& args, TileRange tiles) const {
+        if constexpr (MASK_MOD && !MASK_OF_HEAD) {
+            PairMaskOf<Arguments> pair_mask(args, sequence.number);
+            pair_mask.set_head(head_of(0));
+            const auto is_visited = [&](int tile) {
+                const int first_key = tile * BLOCK_K;
+                const int last_key = min(first_key + BLOCK_K, sequence.seqlen_k) - 1;
+                return pair_mask.user.template visibility<false>(
+                           first_query(), last_query(), first_key, last_key) != Visibility::NONE;
+            };
+            tiles.first = PairMask::first_tile(tiles.first, tiles.end, is_visited);
+            tiles.end = PairMask::last_tile(tiles.first, tiles.end, is_visited) + 1;
+        }
+        return tiles;
+    }
+
     // Whether some row does not see some of `count` keys from first_key on.
     template <class Mask>
     __device__ __forceinline__ bool masks(const Mask& mask, int first_key, int count) const {

@@ -49,7 +49,7 @@ tile_flags(const __grid_constant__ Arguments args) {
     if (number >= i64(batches) * heads * q_tiles * k_tiles) return;
     const int k_tile = number % k_tiles, q_tile = number / k_tiles % q_tiles;
     const int row = number / k_tiles / q_tiles, batch = row / heads;
-    const int members = MASK_OF_HEAD && FLAGS_OF_GROUPS ? group_size_of(args) : 1;
+    const int members = MASK_OF_HEAD && FLAGS_OF_GROUPS ? heads_of_group(args) : 1;
     const int first_head = row % heads * members;
 
     const KeyTiles tiles = mask.key_tiles(q_tile * BLOCK_Q, BLOCK_Q, BLOCK_K);

@@ -8,7 +8,7 @@
 #include "common/constants.cuh"
 #include "score/expression.cuh"
 
-template <class Arguments> inline int group_size_of(const Arguments& args) {
+template <class Arguments> inline int heads_of_group(const Arguments& args) {
     const Shape& shape = arrays_of(args).shape;
     return shape.num_heads_q / shape.num_heads_kv;
 }
@@ -26,7 +26,7 @@ inline i64 flag_index(const Arguments& args, int batch, int head, int q_tile, in
     const int q_tiles = (shape.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
     const int k_tiles = (shape.seqlen_k + BLOCK_K - 1) / BLOCK_K;
     const int own_batch = MASK_OF_BATCH ? batch : 0;
-    const int own_head = !MASK_OF_HEAD ? 0 : FLAGS_OF_GROUPS ? head / group_size_of(args) : head;
+    const int own_head = !MASK_OF_HEAD ? 0 : FLAGS_OF_GROUPS ? head / heads_of_group(args) : head;
     return ((i64(own_batch) * heads_of_flags(args) + own_head) * q_tiles + q_tile) * k_tiles
          + k_tile;
 }
@@ -39,7 +39,7 @@ inline Visibility user_visibility(
         return static_cast<Visibility>(
             args.tile_flags[flag_index(args, batch, head, q_tile, k_tile)]);
     } else {
-        if (MASK_OF_HEAD && FLAGS_OF_GROUPS && group_size_of(args) > 1) return Visibility::PARTLY;
+        if (MASK_OF_HEAD && FLAGS_OF_GROUPS && heads_of_group(args) > 1) return Visibility::PARTLY;
         const Shape& shape = arrays_of(args).shape;
         return user.template visibility<false>(
             q_tile * BLOCK_Q, min((q_tile + 1) * BLOCK_Q, shape.seqlen_q) - 1,

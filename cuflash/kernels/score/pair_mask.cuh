@@ -188,17 +188,20 @@ template <class Arguments> struct PairMaskOf : UserMask<Arguments, MASK_MOD> {
 
     // The first tile in (q_tile, end) that is not skipped; `end` if there is none.
     int query_tile_after(int q_tile, int k_tile, int end) const {
-        if constexpr (SKIPS_TILES) {
-            for (int start = q_tile + 1; start < end; start += 32) {
-                const int tile = start + threadIdx.x % 32;
-                const u32 visited =
-                    __ballot_sync(0xFFFFFFFFu, tile < end && !skips(tile, k_tile));
-                if (visited != 0) return start + (__ffs(visited) - 1);
-            }
-            return end;
-        } else {
+        if constexpr (SKIPS_TILES)
+            return first_tile(q_tile + 1, end, [&](int tile) { return !skips(tile, k_tile); });
+        else
             return q_tile + 1;
+    }
+
+    // The first tile in [first, end) that is visited; `end` if there is none.
+    template <class IsVisited> static int first_tile(int first, int end, IsVisited is_visited) {
+        for (int start = first; start < end; start += 32) {
+            const int tile = start + threadIdx.x % 32;
+            const u32 visited = __ballot_sync(0xFFFFFFFFu, tile < end && is_visited(tile));
+            if (visited != 0) return start + (__ffs(visited) - 1);
         }
+        return end;
     }
 
     // The last tile in [first, end) that is visited; first - 1 if there is none.
