@@ -189,7 +189,7 @@ def check_forward(backend, case, variant):
 
 
 def check_gradients(backend, case, variant, **more):
-    """Check dq, dk and dv, and dbias if there is a bias; return the rest."""
+    """Check dq, dk and dv, and dbias and dsink of the case; return the rest."""
     q, k, v, dout = inputs(case)
     options = options_of(backend, case, variant)
     meaning = combined(case, variant)
@@ -202,9 +202,11 @@ def check_gradients(backend, case, variant, **more):
             **options, **more, deterministic=case.deterministic,
         )  # fmt: skip
     want = expected.backward(dout, q, k, v, **meaning)
-    count = 3 + bool(more.get("return_dbias"))
-    others = want[3:] if "bias" in case.meaning() else ()
+    logits = [x for x in ("bias", "sink") if x in meaning]
+    of_logits = dict(zip(logits, want[3:], strict=True))
+    own = [of_logits[x] for x in logits if x in case.meaning()]
+    count = 3 + len(own)
     assert_gradients_match(
-        [backend.fetch(x) for x in got[:count]], [*want[:3], *others], case
+        [backend.fetch(x) for x in got[:count]], [*want[:3], *own], case
     )
     return got[count:], want
