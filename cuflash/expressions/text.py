@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from cuflash.expressions import derivative, nodes, ranges
 from cuflash.expressions.nodes import SCORE, Node
+from cuflash.expressions.reals import in_reals
 from cuflash.expressions.trace import ArrayKind
 
 MOST_AXES = 4  # of an array
@@ -36,6 +37,7 @@ def text(
     mask: Node | None,
     arrays: tuple[ArrayKind, ...] = (),
     dmods: tuple[int, ...] = (),
+    short: bool = False,
 ) -> str:
     """The text for a score and a mask; of None, a struct that does nothing.
 
@@ -46,7 +48,11 @@ def text(
         By slot.
     dmods : tuple of int
         The slots of the arrays whose gradients are summed.
+    short : bool
+        Whether no sequence has more than `reals.SHORT` tokens.
     """
+    if score is not None and short:
+        score = in_reals(score)
     of_mask = mask.depends if mask else frozenset()
     return "\n".join([
         f"constexpr bool MASK_OF_BATCH = {_bool('b' in of_mask)};",

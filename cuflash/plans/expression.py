@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cuflash.expressions.reals import SHORT
 from cuflash.expressions.text import text
 from cuflash.request.problem import Problem
 
@@ -44,5 +45,6 @@ def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
         problem.mask_mod if "MASK_MOD" in has else None,
         problem.mod_arrays,
         problem.return_dmod if "DMOD" in has else (),
+        max(problem.seqlen_q, problem.seqlen_k) <= SHORT,
     )
     return replace(kernel, expression=_INCLUDES + own)

@@ -63,7 +63,7 @@ template <class Part, class Take> inline void for_each_sum(int count, Part part,
 // MASK_MOD: the lane's share of the tiles that `tile` visits, over all heads of the flags.
 inline int visited_of_all_heads(const Arguments& args, const Walk& walk, int tile, int lane) {
     const int others = max(walk.end - walk.first, 0), heads = heads_of_flags(args);
-    const int heads_of_flag = FLAGS_OF_GROUPS ? group_size_of(args) : 1;
+    const int heads_of_flag = FLAGS_OF_GROUPS ? heads_of_group(args) : 1;
     PairMask pair_mask(args, walk.batch);
     int num_visited = 0;
     #pragma unroll 8

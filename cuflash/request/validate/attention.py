@@ -21,6 +21,7 @@ from cuflash.request.validate.descriptions import (
     remembered,
 )
 from cuflash.request.validate.devices import check_one_device
+from cuflash.request.validate.functions import as_options
 from cuflash.request.validate.memory import check_apart
 from cuflash.request.validate.option_arrays import Sizes, check
 from cuflash.request.validate.scalars import (
@@ -199,6 +200,14 @@ def signature_of(
     options = _check_options(arrays, asked, seen_options)
     shapes = {name: tuple(shape) for name, shape, *_ in seen_options}
     bias_shape = shapes.get("bias", ())
+    causal, numbers_asked = as_options(
+        numbers_asked,
+        causal,
+        arrays.full["q"][1],
+        arrays.full["k"][1],
+        packed="cu_seqlens_q" in options,
+        adds="bias" in options or "alibi_slopes" in options,
+    )
     causal, window = bounds_that_mask(
         causal,
         numbers_asked.get("window", (None, None)),

@@ -1,16 +1,19 @@
 // pair_mask.cuh for kernels of calls without options. What has no body is not to be called.
 #pragma once
 #include "common/mask.cuh"
+#include "score/expression.cuh"
 
-constexpr bool PAIRWISE = false;
+constexpr bool PAIRWISE = false, SKIPS_TILES = false;
 
 bool disjoint(IdRange a, IdRange b);
 
-struct PairMask {
-    int batch;
+template <class> struct PairMaskOf {
+    int batch, head;
+    MaskExpression user;
 
-    template <class Arguments> PairMask(const Arguments&, int) {}
+    template <class Arguments> PairMaskOf(const Arguments&, int) {}
     void set_head(int) {}
+    void set_user(int sequence, int seqlen_q, int seqlen_k);
     int id_of_query(int query) const;
     int id_of_key(int key) const;
     bool keeps(int query, int key) const;
@@ -28,4 +31,7 @@ struct PairMask {
     int query_tile_after(int q_tile, int, int) const { return q_tile + 1; }
     int query_tiles_between(int first, int end, int k_tile) const;
     int key_tiles_before(int q_tile, int k_tile, int first) const;
+    template <class IsVisited> static int first_tile(int first, int end, IsVisited);
+    template <class IsVisited> static int last_tile(int first, int end, IsVisited);
 };
+using PairMask = PairMaskOf<Arguments>;

@@ -1,11 +1,14 @@
 // score_mod.cuh for kernels of calls without options. What has no body is not to be called.
 #pragma once
 #include "common/elements.cuh"
+#include "score/expression.cuh"
 #include "score/sink.cuh"
 
-constexpr bool LINEAR = true;
+constexpr bool LINEAR = true, BENDS = false;
 
 struct BiasChunk { u32 words[4]; };
+
+template <class Real> struct Derivatives { Real by_product = 1, by_bias = 1, argument = 0; };
 
 template <class Real> struct ScoreMod {
     Real scale;
@@ -14,6 +17,7 @@ template <class Real> struct ScoreMod {
     explicit ScoreMod(const Arguments& args) : scale(static_cast<Real>(arrays_of(args).scale)) {}
     template <class Arguments> void set_head(const Arguments&, int, int) {}
     template <class Arguments> void set_sequence(const Arguments&, int, int) {}
+    template <class Arguments> void set_user(const Arguments&, int, int, int, int) {}
     Real bias_of(int, int) const { return 0; }
     Real slope;
     bool has_chunks;
@@ -27,9 +31,10 @@ template <class Real> struct ScoreMod {
     float poly4_score(float) const;
     float poly4_factor_log2(float) const;
     float poly4_tanh(float) const;
-    Real score(Real product, Real, Real) const { return rounded(product, scale); }
-    Real score(Real product, Real, Real, Real& derivative) const {
-        derivative = 1;
+    Real score(Real product, Real, int, int) const { return rounded(product, scale); }
+    Real score(Real product, Real, int, int, Derivatives<Real>& derivatives) const {
+        derivatives.by_product = 1;
         return rounded(product, scale);
     }
+    void add_gradients(const Derivatives<Real>&, Real, int, int) const {}
 };

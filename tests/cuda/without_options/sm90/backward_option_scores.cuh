@@ -3,7 +3,7 @@
 #pragma once
 #include "sm90/backward_scores.cuh"
 
-struct LanePairs { int batch, head, query, key, distance; };
+struct LanePairs { int batch, head, query, key, distance, seqlen_q, seqlen_k; };
 
 inline void load_biases(LanePairs&, const Arguments&) {}
 inline void compute_bits(
