@@ -94,6 +94,8 @@ def _score_struct(
     scatters = derivative.of_gathers(score, dmods) if dmods else {}
     needed = [score, slope, *scatters, *scatters.values()]
     body = _Body(needed, arrays, exact=False)
+    if scatters:
+        body.keep_args()
     pair = "(Real x, int query, int key"
     return [
         *header,
@@ -345,14 +347,18 @@ class _Body:
             return "1"
         return f"{args}expression.strides[{MOST_AXES * slot + axis}]"
 
+    def keep_args(self) -> None:
+        """The arguments, which the functions of a pair read too."""
+        if "    const Arguments* args = nullptr;" not in self.members:
+            self.members.append("    const Arguments* args = nullptr;")
+            self.set_head.insert(0, "        this->args = &args;")
+
     def _keep_view(self, node: Node) -> None:
         """Of an array that the head has fixed axes of: where those lead.
 
         If they lead outside, no element is left.
         """
-        if "    const Arguments* args = nullptr;" not in self.members:
-            self.members.append("    const Arguments* args = nullptr;")
-            self.set_head.insert(0, "        this->args = &args;")
+        self.keep_args()
         slot, free = node.value[0], _free(node)
         fixed = [x for x in range(len(node.args)) if x not in free]
         if not fixed or _view_key(node) in self._views:
