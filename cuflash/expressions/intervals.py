@@ -23,6 +23,8 @@ from cuflash.expressions.nodes import Node
 Interval = tuple[Any, Any]
 
 LARGEST_INT = 2.0**53  # float64 holds all ints up to it
+# Longer slices are not looked at, nor are those of larger arrays.
+LONGEST_SLICE, LARGEST_ARRAY = 4096, 2**24
 NONE, PARTLY, ALL = 0, 1, 2  # as the kernels' Visibility
 
 
@@ -287,6 +289,11 @@ class Extremes:
             low, high, leaves = _within(interval, size)
             places.append((low, high))
             outside = outside | leaves
+        if wide:
+            first, last = places[wide[0]]
+            longest = (last - first).max(initial=0) + 1
+            if longest > LONGEST_SLICE or array.size > LARGEST_ARRAY:
+                return self._unknown(array)
         axis = wide[0] if wide else array.ndim - 1
         low, high = self._slice(slot, axis, places) if places else (
             array[()], array[()]

@@ -22,7 +22,10 @@ PLACES = {
         "from functions to graphs",
         "score_mod mask_mod mod_arrays return_dmod",
     ),
-    "expressions": ("the two roles", "score_mod mask_mod mask"),
+    "expressions": (
+        "the two roles, what built-in options compute",
+        "mask mask_mod score_mod softcap",
+    ),
     "request/checks": ("one check each", "window softcap dropout seed"),
     "request/fields": (
         "of structs", "window softcap dropout max_seqlen_q max_seqlen_k",
@@ -41,6 +44,9 @@ PLACES = {
     "request/validate/attention": (
         "bounds, packing, a shape, a seed, directions",
         "bias cu_seqlens cu_seqlens_q mask_mod score_mod seed window",
+    ),
+    "request/validate/functions": (
+        "what built-in options give", "mask_mod score_mod softcap window",
     ),
     "request/validate/host_values": (
         "offsets are checked",
