@@ -259,9 +259,8 @@ def array_numbers(
         layout, axes = taken[slot(i)], slice(kind.ndim)
         sizes[i, axes] = layout.shape
         strides[0, i, axes] = layouts.element_strides(layout)
-        strides[1, i, axes] = layouts.element_strides(
-            layouts.new(layout.shape or (1,), layout.dtype)
-        )[axes]
+        lengths = (*layout.shape[1:], 1)
+        strides[1, i, axes] = np.cumprod(lengths[::-1])[::-1]
     return {
         "sizes": sizes.ravel(),
         "strides": strides[0].ravel(),
