@@ -43,7 +43,8 @@ PLACES = {
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
     "request/validate/attention": (
         "bounds, packing, a shape, a seed, directions",
-        "bias cu_seqlens cu_seqlens_q mask_mod score_mod seed window",
+        "alibi_slopes bias cu_seqlens cu_seqlens_q mask_mod score_mod seed"
+        " window",
     ),
     "request/validate/functions": (
         "what built-in options give", "mask_mod score_mod softcap window",
@@ -70,7 +71,8 @@ PLACES = {
         "the kernels' texts", "score_mod mask_mod mod_arrays return_dmod",
     ),
     "plans/steps": (
-        "dtypes, launches", "bias window segment_ids max_seqlen_k return_dsink"
+        "dtypes, launches",
+        "bias mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
     "plans/sm90": (
         "memory, registers", "alibi_slopes bias mask segment_ids window",
