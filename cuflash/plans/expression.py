@@ -17,11 +17,17 @@ _INCLUDES = """\
 #include "score/visibility.cuh"
 
 """
+_OF_GRADIENTS = '#include "score/array_gradients.cuh"\n\n'
 
 
 def has_expression(problem: Problem) -> bool:
     """Whether a call has a function of the user's."""
     return not (problem.score_mod is problem.mask_mod is None)
+
+
+def sums_exactly(problem: Problem) -> bool:
+    """Whether gradients of arrays are sums of score/exact_sums.cuh."""
+    return problem.deterministic and bool(problem.return_dmod)
 
 
 def count_tile_flags(problem: Problem, tile: Tile) -> int:
@@ -62,5 +68,7 @@ def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
         problem.mod_arrays,
         problem.return_dmod if "DMOD" in has else (),
         max(problem.seqlen_q, problem.seqlen_k) <= SHORT,
+        sums_exactly(problem),
     )
-    return replace(kernel, expression=_INCLUDES + own)
+    sums = _OF_GRADIENTS if "DMOD" in has else ""
+    return replace(kernel, expression=_INCLUDES + sums + own)
