@@ -1,7 +1,7 @@
 // The user's mask (MASK_MOD) of a lane's two rows in forward.cu, in key tiles that it hides partly.
 //
-// Its bits are computed while the tensor cores compute Q K^T, a few pairs at a time: S, acc and P
-// leave no registers for more.
+// Its bits are computed while the tensor cores compute Q K^T. S, acc and P leave few registers, so
+// not all loads of arrays are in flight at once.
 #pragma once
 #include "sm90/forward_shared.cuh"
 
@@ -15,7 +15,7 @@ struct UserMaskTile {
         #pragma unroll
         for (int word = 0; word < (COUNT + 31) / 32; ++word) {
             u32 bits[2] = {0, 0};
-            #pragma unroll 2
+            #pragma unroll 8
             for (int i = 0; i < min(32, COUNT - word * 32); i += 2)
                 #pragma unroll
                 for (int n = 0; n < 4; ++n) {               // two keys, two rows
