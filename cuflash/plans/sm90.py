@@ -196,6 +196,20 @@ def _bends(problem: Problem) -> bool:
     return "bends" in acts(problem) or _score_bends(problem)
 
 
+def _scores_twice(problem: Problem) -> bool:
+    """Whether gradients of scores are summed that P does not suffice for.
+
+    The slope of a user's function is not 1, or the gradients of its arrays
+    depend on the score.
+    """
+    score, dmods = problem.score_mod, problem.return_dmod
+    if score is None or not (problem.return_dbias or dmods):
+        return False
+    gathers = derivative.of_gathers(score, dmods) if dmods else {}
+    needed = [x for g, by in gathers.items() for x in (by, *g.args)]
+    return _bends(problem) or any("score" in x.depends for x in needed)
+
+
 def _forward_shared(problem: Problem, tile: Tile) -> int:
     """With one stage of Q; `_forward` uses more if they fit."""
     return _shared(problem, tile, 1)
@@ -485,10 +499,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     if tile.block_q > 64 and d > 64:
         return False  # or 64 rows, and all columns
     needs_p = _bends(problem) or "drops" in acts(problem)
-    needs_products = problem.score_mod is not None and (
-        problem.return_dbias or bool(problem.return_dmod)
-    )
-    if tile.block_q > 64 and (needs_p or needs_products):
+    if tile.block_q > 64 and (needs_p or _scores_twice(problem)):
         return False  # no registers for derivatives, or for P and kept P
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
@@ -552,6 +563,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("STAGES", tile.num_stages),
         ("SHARED_BYTES", shared),
         ("SCORE_BENDS", _score_bends(problem)),
+        ("SCORES_TWICE", _scores_twice(problem)),
         *option_constants(problem, "Wgmma"),
         *of_narrow,
         kind=wide, ptxas_level=tile.ptxas_level,

@@ -331,25 +331,11 @@ def option_launches(
     return mask_flags
 
 
-def count_tile_flags(problem: Problem, tile: Tile) -> int:
-    """The flags of score/expression_flags.cuh; 0 without any."""
-    mask = problem.mask_mod
-    if mask is None or is_packed(problem):
-        return 0
-    of_groups = problem.direction.endswith("backward")
-    heads = problem.num_heads_kv if of_groups else problem.num_heads_q
-    count = (heads if "h" in mask.depends else 1) * (
-        problem.batch if "b" in mask.depends else 1
-    )
-    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
-    return count * q_tiles * ceil_div(problem.seqlen_k, tile.block_k)
-
-
 def _tile_flag_launches(
     problem: Problem, tile: Tile, kind: str
 ) -> tuple[Launch, ...]:
     """Finds which tiles the user's mask hides, or leaves whole."""
-    count = count_tile_flags(problem, tile)
+    count = expression.count_tile_flags(problem, tile)
     if count == 0:
         return ()
     kernel = KernelPlan(
@@ -460,7 +446,7 @@ def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
     """What `option_launches` write for any family."""
     if is_packed(problem):
         return (Buffer("sequence_stats", 12, 1),)
-    count = count_tile_flags(problem, tile)
+    count = expression.count_tile_flags(problem, tile)
     flags = (Buffer("tile_flags", 1, count),) if count else ()
     if problem.segment_ids:
         q_tiles, k_tiles = _tiles_of_segments(problem, tile)

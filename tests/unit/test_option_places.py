@@ -22,7 +22,10 @@ PLACES = {
         "from functions to graphs",
         "score_mod mask_mod mod_arrays return_dmod",
     ),
-    "expressions": ("the two roles", "score_mod mask_mod mask"),
+    "expressions": (
+        "the two roles, what built-in options compute",
+        "mask mask_mod score_mod softcap",
+    ),
     "request/checks": ("one check each", "window softcap dropout seed"),
     "request/fields": (
         "of structs", "window softcap dropout max_seqlen_q max_seqlen_k",
@@ -40,7 +43,11 @@ PLACES = {
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
     "request/validate/attention": (
         "bounds, packing, a shape, a seed, directions",
-        "bias cu_seqlens cu_seqlens_q mask_mod score_mod seed window",
+        "alibi_slopes bias cu_seqlens cu_seqlens_q mask_mod score_mod seed"
+        " window",
+    ),
+    "request/validate/functions": (
+        "what built-in options give", "mask_mod score_mod softcap window",
     ),
     "request/validate/host_values": (
         "offsets are checked",
@@ -64,7 +71,8 @@ PLACES = {
         "the kernels' texts", "score_mod mask_mod mod_arrays return_dmod",
     ),
     "plans/steps": (
-        "dtypes, launches", "bias window segment_ids max_seqlen_k return_dsink"
+        "dtypes, launches",
+        "bias mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
     "plans/sm90": (
         "memory, registers", "alibi_slopes bias mask segment_ids window",

@@ -7,6 +7,7 @@
 // Options (docs/guide/options.md): CAUSAL, WINDOW, SOFTCAP, ALIBI, BIAS, HAS_MASK, SINK, SEGMENTS,
 // DROPOUT, PACKED: sequences; LARGE_SOFTCAP (cuflash/softcap.py); DBIAS, DLSE: its gradient;
 // SCORE_MOD, MASK_MOD: the user's functions (expression.cuh); DMOD: gradients of their arrays;
+// SCORE_BENDS: the score's slope is not 1;
 // FLAGS_OF_GROUPS: of what heads tile flags are (expression_flags.cuh); DETERMINISTIC;
 // NEGATE_SCORES: scale < 0 and scores are LINEAR (score_mod.cuh).
 // Sizes: BLOCK_Q, BLOCK_K; HEAD_DIM, HEAD_DIM_V, rounded up to what the kernel computes with;

@@ -1,8 +1,8 @@
-// The order in which blocks take tiles where tiles are skipped, because of segment ids or the user's
-// mask: those that visit the most tiles first, so that no long tile starts last. It orders the query
-// tiles or, OF_KEYS, the key tiles of all batches together; tiles of equal length by their numbers.
-// A tile's number is batch * tiles + tile. If the user's mask depends on the head, all heads count
-// together.
+// The order in which blocks take tiles where tiles are skipped, because of segment ids or the
+// user's mask: those that visit the most tiles first, so that no long tile starts last. It orders
+// the query tiles or, OF_KEYS, the key tiles of all batches together; tiles of equal length by
+// their numbers. A tile's number is batch * tiles + tile. If the user's mask depends on the head,
+// all heads count together.
 //
 // All ranges of ids are copied to shared memory at once, while each thread computes which tiles the
 // mask lets its tile visit. Then LANES lanes per tile count the tiles that it visits, and after

@@ -1,6 +1,6 @@
 // What options say about each pair of a lane's fragment, as bits: which pairs are visible (WINDOW,
-// SEGMENTS, HAS_MASK, MASK_MOD) and which of them dropout keeps. The bits are computed while the tensor cores
-// compute S and dP, as they come from memory or take many instructions.
+// SEGMENTS, HAS_MASK, MASK_MOD) and which of them dropout keeps. The bits are computed while the
+// tensor cores compute S and dP, as they come from memory or take many instructions.
 #pragma once
 #include "sm90/backward_scores.cuh"
 

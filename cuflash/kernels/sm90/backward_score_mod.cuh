@@ -129,6 +129,44 @@ __device__ __forceinline__ void compute_p_poly4(
     }
 }
 
+// With SCORE_MOD alone, where all pairs are visible: as compute_p_poly4().
+template <class Rows, class Mod>
+__device__ __forceinline__ void compute_p_of_user(
+    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows, const Mod& score_mod, int query,
+    int key) {
+    const u32 lane_lse = rows.lse.address();
+    #pragma unroll
+    for (int j = 0; j < S_REGS / 4; ++j) {
+        float lse[2], weights[4];
+        rows.lse.read(lane_lse, j, lse);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float score = rounded(s[j * 4 + i], score_mod.scale), slope = 1.0f;
+            apply_user_score(
+                score, slope, score_mod, query + (j * 8 + i % 2), key + i / 2 * 8);
+            weights[i] = exp2_approx(fmaf(score, LOG2_E, -lse[i % 2]));
+            s[j * 4 + i] = weights[i] * slope;
+        }
+        p[j * 2] = pack<Element>(weights[0], weights[1]);
+        p[j * 2 + 1] = pack<Element>(weights[2], weights[3]);
+    }
+}
+
+// Adds dS^T, 0 at masked pairs, to the gradients of the user's arrays, which do not depend on
+// scores.
+__device__ __forceinline__ void add_dmods(
+    const float (&ds)[S_REGS], const Arguments& args, const LanePairs& pairs) {
+    if constexpr (DMOD) {
+        ScoreMod<float> score_mod(args);
+        score_mod.set_head(args, pairs.batch, pairs.head);
+        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+        #pragma unroll
+        for (int i = 0; i < S_REGS; ++i)
+            score_mod.add_gradients(
+                {}, ds[i], pairs.query + (i / 4 * 8 + i % 2), pairs.key + i / 2 % 2 * 8);
+    }
+}
+
 // Adds dS^T, 0 at masked pairs, to the sums of dbias, and then multiplies it by the derivatives of
 // the scores. These are NaN where a score is, also at masked pairs: zeroes are skipped.
 __device__ __forceinline__ void add_dbias(
