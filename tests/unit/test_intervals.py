@@ -149,5 +149,5 @@ def test_long_slices_are_not_known(monkeypatch):
     ids = {"ids": np.zeros((2, 37), np.int64)}
     mask = recorded(documents, ids, {})
     flags = flags_of(mask, ids)
-    # Keys below all queries are visible, but their queries' ids are unknown.
+    # What i >= j hides is known; the ids of 8 queries are not.
     assert_arrays_equal(np.unique(flags), [NONE, 1], "flags")
