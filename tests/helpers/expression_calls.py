@@ -89,9 +89,7 @@ class Pairs:
     def leaves(self):
         """Return the values of a graph's leaves."""
         names = (*nodes.INDICES, *nodes.LENGTHS)
-        found = dict(
-            zip(map(nodes.index, names), self.indices(), strict=True)
-        )
+        found = dict(zip(map(nodes.index, names), self.indices(), strict=True))
         return found | {nodes.SCORE: self.score}
 
     def full(self, value):
