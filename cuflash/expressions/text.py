@@ -93,7 +93,7 @@ def _score_struct(
     slope = derivative.slope(score)
     scatters = derivative.of_gathers(score, dmods) if dmods else {}
     needed = [score, slope, *scatters, *scatters.values()]
-    body = _Body(needed, arrays, exact=False)
+    body = _Body(needed, arrays, exact=False, scatters=bool(scatters))
     pair = "(Real x, int query, int key"
     return [
         *header,
@@ -184,9 +184,14 @@ class _Body:
     """
 
     def __init__(
-        self, roots: Sequence[Node], arrays: Sequence[ArrayKind], exact: bool
+        self,
+        roots: Sequence[Node],
+        arrays: Sequence[ArrayKind],
+        exact: bool,
+        scatters: bool = False,
     ) -> None:
         self._arrays, self._exact = arrays, exact
+        self._scatters = scatters
         every = nodes.in_order(roots)
         self._names = {x: f"n{i}" for i, x in enumerate(every)}
         self._wide = {x: ranges.is_wide(x) for x in every}
@@ -208,6 +213,9 @@ class _Body:
                     f"        {declared}{self._names[node]} ="
                     f" {self._value(node)};"
                 )
+        if gathers or self._scatters:
+            self.members.append("    const Arguments* args = nullptr;")
+            self.set_head.insert(0, "        this->args = &args;")
         for gather in gathers:
             self._keep_view(gather)
 
@@ -350,9 +358,6 @@ class _Body:
 
         If they lead outside, no element is left.
         """
-        if "    const Arguments* args = nullptr;" not in self.members:
-            self.members.append("    const Arguments* args = nullptr;")
-            self.set_head.insert(0, "        this->args = &args;")
         slot, free = node.value[0], _free(node)
         fixed = [x for x in range(len(node.args)) if x not in free]
         if not fixed or _view_key(node) in self._views:

@@ -20,6 +20,7 @@ from .kernel import (
 from .rounding import ceil_div, round_up
 from .steps import (
     ROW_THREADS,
+    count_mask_words,
     count_tiles,
     gradients_of_rows,
     has_lse_rests,
@@ -269,6 +270,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("KV_STAGES", tile.num_stages),
         ("BLOCKS_PER_SM", tile.blocks_per_sm),
         ("SHARED_BYTES", shared),
+        ("MASK_BITS", count_mask_words(problem, tile) > 0),
         run_tiles(problem, tile),
         *option_constants(problem, "Wgmma"),
     )  # fmt: skip
@@ -302,10 +304,13 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 def _option_buffers(
     problem: Problem, tile: Tile, tiles_of_head: int
 ) -> tuple[Buffer, ...]:
-    """With the order of tiles that the blocks follow."""
+    """With the order of tiles that the blocks follow, and a mask's bits."""
     ordered = problem.batch * tiles_of_head if skips_tiles(problem) else 0
-    order = Buffer("tile_order", 4, ordered)
-    return (*option_buffers(problem, tile), *([order] if ordered else []))
+    own = (
+        Buffer("tile_order", 4, ordered),
+        Buffer("mask_bits", 4, count_mask_words(problem, tile)),
+    )
+    return (*option_buffers(problem, tile), *(x for x in own if x.elements))
 
 
 def _scheduler_buffers(tiles: int) -> tuple[Buffer, ...]:
@@ -567,6 +572,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SHARED_BYTES", shared),
         ("SCORE_BENDS", _score_bends(problem)),
         ("SCORES_TWICE", _scores_twice(problem)),
+        ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *option_constants(problem, "Wgmma"),
         *of_narrow,
         kind=wide, ptxas_level=tile.ptxas_level,

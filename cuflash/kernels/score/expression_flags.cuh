@@ -4,6 +4,9 @@
 // The flags are a Visibility in a byte each, contiguous (batch, heads, q_tiles, k_tiles). An axis
 // that the mask does not depend on (MASK_OF_BATCH, MASK_OF_HEAD) has length 1. FLAGS_OF_GROUPS:
 // heads are those of keys, and a flag is NONE or ALL if it is for all query heads of the group.
+//
+// MASK_BITS: beside the flags stand the bits of each partly visible tile's pairs, in the order of
+// an MMA's fragments (TileBits). The mask does not depend on the head, so all heads share them.
 #pragma once
 #include "common/constants.cuh"
 #include "score/expression.cuh"
@@ -29,6 +32,32 @@ inline i64 flag_index(const Arguments& args, int batch, int head, int q_tile, in
     const int own_head = !MASK_OF_HEAD ? 0 : FLAGS_OF_GROUPS ? head / heads_of_group(args) : head;
     return ((i64(own_batch) * heads_of_flags(args) + own_head) * q_tiles + q_tile) * k_tiles
          + k_tile;
+}
+
+// The bits of a tile's pairs: u32 mask_bits[tile][16 rows][word][lane], a tile's number being its
+// flag's. Rows are queries; with FLAGS_OF_GROUPS (backward) keys. Bit 4 j + 2 h + b of a lane's
+// word w belongs to row lane / 4 + 8 h of the 16 and to column 64 w + 8 j + lane % 4 * 2 + b: the
+// order in which an accumulator holds them.
+struct TileBits {
+    static constexpr int ROWS = FLAGS_OF_GROUPS ? BLOCK_K : BLOCK_Q;
+    static constexpr int WORDS = ((FLAGS_OF_GROUPS ? BLOCK_Q : BLOCK_K) + 63) / 64;
+    static constexpr int COUNT = (ROWS + 15) / 16 * WORDS * 32;     // u32 of a tile
+};
+
+template <class Arguments>
+inline u32* bits_of_tile(const Arguments& args, int batch, int q_tile, int k_tile) {
+    return args.mask_bits + flag_index(args, batch, 0, q_tile, k_tile) * TileBits::COUNT;
+}
+
+// A lane's words of 16 rows, the first of which is `row` of the tile.
+template <class Arguments, int WORDS>
+inline void load_mask_bits(
+    u32 (&words)[WORDS], const Arguments& args, int batch, int q_tile, int k_tile, int row) {
+    static_assert(WORDS == TileBits::WORDS, "a fragment has all columns of the tile");
+    const u32* bits = bits_of_tile(args, batch, q_tile, k_tile)
+                    + row / 16 * (TileBits::WORDS * 32) + threadIdx.x % 32;
+    #pragma unroll
+    for (int word = 0; word < WORDS; ++word) words[word] = bits[word * 32];
 }
 
 // `user` is that of query head `head`. Called by any threads.

@@ -112,7 +112,8 @@ inline auto gather(const ModArray<T, AXES>& array, Index... index) {
             if (first[axis] != last[axis]) { ranging = axis; ++count; }
         if (count > 1 || (count == 1 && !WHOLE_WARP)) return nothing_known<To>();
         const i64 end = ranging < 0 ? 0 : last[ranging], start = ranging < 0 ? 0 : first[ranging];
-        if (end - start >= LONGEST_SLICE) return nothing_known<To>();
+        if (static_cast<u64>(end) - static_cast<u64>(start) >= static_cast<u64>(LONGEST_SLICE))
+            return nothing_known<To>();
         const auto number = [&](i64 i) {
             Place at{0, true};
             #pragma unroll

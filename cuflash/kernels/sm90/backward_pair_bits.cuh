@@ -95,7 +95,13 @@ __device__ __forceinline__ void clear_other_segments(
 
 // The pairs that the user's mask hides.
 __device__ __forceinline__ void clear_hidden(LanePairs& pairs, const Arguments& args) {
-    if constexpr (MASK_MOD) {
+    if constexpr (MASK_BITS) {
+        u32 bits[LanePairs::WORDS];
+        load_mask_bits(bits, args, pairs.batch, pairs.query / BLOCK_Q, pairs.key / BLOCK_K,
+                       pairs.key % BLOCK_K);
+        #pragma unroll
+        for (int word = 0; word < LanePairs::WORDS; ++word) pairs.visible[word] &= bits[word];
+    } else if constexpr (MASK_MOD) {
         MaskExpression user;
         user.set_head(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
         #pragma unroll

@@ -222,13 +222,8 @@ struct OptionsConsumer : Consumer {
         if constexpr (HAS_MASK)
             mask_tile.load(pairs, first_row, shape.seqlen_k, tile, tile - 1);
         if constexpr (MASK_MOD)
-            if (flags.is_partly()) {
-                // Computed here, so that registers hold it only in such tiles.
-                const WorkTile& work = shared.work_tiles[work_slot(q)];
-                MaskExpression user;
-                user.set_head(args, work.batch, work.head, shape.seqlen_q, shape.seqlen_k);
-                user_mask.load(user, first_row, tile * BLOCK_K);
-            }
+            if (flags.is_partly())
+                user_mask.load(args, shared.work_tiles[work_slot(q)], warp_row, tile);
     }
 
     // S becomes scores. True if it stays S, because all of it fits tanh_poly3 (Poly3Score).
