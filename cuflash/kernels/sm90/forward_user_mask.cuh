@@ -1,8 +1,8 @@
 // The user's mask (MASK_MOD) of a lane's two rows in forward.cu, in key tiles that it hides partly.
 //
 // With MASK_BITS its bits come from memory. Otherwise they are computed; S, acc and P leave few
-// registers, so not all loads of arrays are in flight at once. Either happens while the tensor cores
-// compute Q K^T.
+// registers, so not all loads of arrays are in flight at once. Either happens while the tensor
+// cores compute Q K^T.
 #pragma once
 #include "sm90/forward_shared.cuh"
 
