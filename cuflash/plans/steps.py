@@ -380,7 +380,7 @@ def count_mask_words(problem: Problem, tile: Tile) -> int:
     if problem.direction == "backward":
         rows, columns = columns, rows
     words = ceil_div(rows, 16) * ceil_div(columns, 64) * 32
-    words *= count_tile_flags(problem, tile)
+    words *= expression.count_tile_flags(problem, tile)
     return words if 4 * words <= _MOST_MASK_BYTES else 0
 
 
