@@ -28,8 +28,8 @@ template <class Real> struct SoftmaxScale { Real scale; };
 // has its other derivatives; only with SCORE_MOD.
 template <class Real> struct Derivatives { Real by_product = 1, by_bias = 1, argument = 0; };
 
-// Whether the user's score reads arrays, inside alone for queries [first_query, last_query] and keys
-// [first_key, last_key].
+// Whether the user's score reads arrays, inside alone, of queries [first_query, last_query] and
+// keys [first_key, last_key].
 template <class Mod>
 __device__ __forceinline__ bool reads_inside(
     const Mod& score_mod, int first_query, int last_query, int first_key, int last_key) {

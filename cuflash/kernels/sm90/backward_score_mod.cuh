@@ -64,7 +64,7 @@ __device__ __forceinline__ void apply_user_scores(
         });
 }
 
-// The same with built-in modifications. Raw products S become scores and their derivatives. fits_poly4: all products of the warp fit
+// The same with built-in modifications. fits_poly4: all products of the warp fit
 // (ScoreMod::fits_tanh_poly4). One division serves two keys of a query, except with DBIAS: a NaN of
 // a masked pair must not reach the gradient of a bias.
 __device__ __forceinline__ void apply_in_parts(

@@ -120,6 +120,7 @@ struct OptionsConsumer : Consumer {
         k = v;
         k.next();
         if constexpr (!SPARSE_TILES) skip_tiles();
+        if constexpr (MASK_MOD) skip_hidden_tiles();
         pipeline_wait(k_full, k);
         const int tile = acquire_key_tile(visited.num_visited - 1);
         scheduler_barrier_sync();
@@ -144,6 +145,7 @@ struct OptionsConsumer : Consumer {
         k = v;
         k.next();
         if constexpr (!SPARSE_TILES) skip_tiles();
+        if constexpr (MASK_MOD) skip_hidden_tiles();
         pipeline_wait(k_full, k);
         const int tile = acquire_key_tile(visited.num_visited - 1);
         issue_gemms(tile);
@@ -203,6 +205,18 @@ struct OptionsConsumer : Consumer {
             for (int half = 0; half < 2; ++half)
                 row_ids[half] = pairs.id_of_query(min(first_row + half * 8, shape.seqlen_q - 1));
         return true;
+    }
+
+    // As skip_tiles(), of the first key tiles of which the warpgroup's rows see nothing.
+    __device__ __forceinline__ void skip_hidden_tiles() {
+        if constexpr (HIDDEN_GROUPS > 0)
+            #pragma unroll 1
+            for (int i = 0; i < KV_STAGES - 1; ++i) {
+                pipeline_wait(k_full, k);
+                const TileFlags own = shared.extras.flags[k.index];
+                if (own.is_last() || !own.is_hidden(warpgroup)) return;
+                skip_tile();
+            }
     }
 
     // The index of the key tile in stage k, which is full.
@@ -271,7 +285,10 @@ struct OptionsConsumer : Consumer {
                 apply_segment_mask(s, shared.extras.ids(k), row_ids, flags.has_one_id());
         if constexpr (HAS_MASK) mask_tile.apply(s);
         if constexpr (MASK_MOD)
-            if (flags.is_partly()) user_mask.apply(s);
+            if (flags.is_partly()) {
+                user_mask.apply(s);
+                if (MASK_BITS) return;                      // bits of what the mask leaves
+            }
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     }
