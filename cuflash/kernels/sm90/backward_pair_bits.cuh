@@ -143,7 +143,8 @@ __device__ __forceinline__ void compute_bits(
     if constexpr (VISIBILITY_BITS) {
         #pragma unroll
         for (u32& bits : pairs.visible) bits = ~0u;
-        if (is_cut) clear_out_of_bounds(pairs, bounds);
+        // The bits of a user's mask are of pairs within bounds.
+        if (is_cut && !(MASK_BITS && has_boundary)) clear_out_of_bounds(pairs, bounds);
         if (SEGMENTS && has_boundary)
             clear_other_segments(pairs, rows, pair_mask, bounds.seqlen_k);
         if (MASK_MOD && has_boundary) clear_hidden(pairs, args);
