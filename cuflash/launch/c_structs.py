@@ -11,6 +11,7 @@ _KINDS: dict[str, Any] = {
     "const void*": np.uint64,
     "void*": np.uint64,
     "int*": np.uint64,
+    "u32*": np.uint64,
     "unsigned char*": np.uint64,
     "float*": np.uint64,
     "IdRange*": np.uint64,

@@ -56,7 +56,7 @@ class Direction:
 
 _PREPARED = (
     "sequence_stats", "query_tile_ids", "key_tile_ids", "tile_order",
-    "lse_rests", "tile_flags",
+    "lse_rests", "tile_flags", "mask_bits",
 )  # fmt: skip
 _OF_GRADIENTS = (
     *_PREPARED, "delta", "dq_sum", "tile_counter", "recompute_flags",

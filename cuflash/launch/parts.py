@@ -63,6 +63,7 @@ _EXPRESSION = Part(
         ("const void*", f"mod_arrays[{MOST_MOD_ARRAYS}]", "null: none"),
         ("u64", f"mod_numbers[{MOST_MOD_ARRAYS}]", "bits of a double or i64"),
         ("unsigned char*", "tile_flags", "prepare/tile_flags.cu; or null"),
+        ("u32*", "mask_bits", "prepare/tile_flags.cu; or null"),
     ),
     (("ExpressionNumbers", "expression"),),
 )

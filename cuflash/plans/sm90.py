@@ -20,6 +20,7 @@ from .kernel import (
 from .rounding import ceil_div, round_up
 from .steps import (
     ROW_THREADS,
+    count_mask_words,
     count_tiles,
     gradients_of_rows,
     has_lse_rests,
@@ -269,6 +270,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("KV_STAGES", tile.num_stages),
         ("BLOCKS_PER_SM", tile.blocks_per_sm),
         ("SHARED_BYTES", shared),
+        ("MASK_BITS", count_mask_words(problem, tile) > 0),
         run_tiles(problem, tile),
         *option_constants(problem, "Wgmma"),
     )  # fmt: skip
@@ -302,10 +304,13 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 def _option_buffers(
     problem: Problem, tile: Tile, tiles_of_head: int
 ) -> tuple[Buffer, ...]:
-    """With the order of tiles that the blocks follow."""
+    """With the order of tiles that the blocks follow, and a mask's bits."""
     ordered = problem.batch * tiles_of_head if skips_tiles(problem) else 0
-    order = Buffer("tile_order", 4, ordered)
-    return (*option_buffers(problem, tile), *([order] if ordered else []))
+    own = (
+        Buffer("tile_order", 4, ordered),
+        Buffer("mask_bits", 4, count_mask_words(problem, tile)),
+    )
+    return (*option_buffers(problem, tile), *(x for x in own if x.elements))
 
 
 def _scheduler_buffers(tiles: int) -> tuple[Buffer, ...]:
@@ -358,7 +363,7 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
         visible_keys * (d + dv) * 2 // problem.group_size,
     )
     if skips_tiles(problem):
-        return _ordered_heads(problem.num_heads_q, fitting)
+        return _ordered_heads(problem, problem.num_heads_q, fitting)
     if is_packed(problem):
         num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
         least = ceil_div(_LAST_SECTION_TILES * device.num_sms, num_tiles)
@@ -371,11 +376,14 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
     return fitting
 
 
-def _ordered_heads(heads: int, fitting: int) -> int:
+def _ordered_heads(problem: Problem, heads: int, fitting: int) -> int:
     """Heads of a section whose tiles run longest first.
 
-    A head counts for all batches: tile_in_order of common/scheduler.cuh.
+    A head counts for all batches: tile_in_order of common/scheduler.cuh. A
+    user's mask may show a tile all keys; segments are taken to be short.
     """
+    if problem.mask_mod is not None:
+        fitting //= problem.batch
     return _equal_sections(heads, max(fitting, _MIN_ORDERED_HEADS))
 
 
@@ -564,6 +572,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SHARED_BYTES", shared),
         ("SCORE_BENDS", _score_bends(problem)),
         ("SCORES_TWICE", _scores_twice(problem)),
+        ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *option_constants(problem, "Wgmma"),
         *of_narrow,
         kind=wide, ptxas_level=tile.ptxas_level,
@@ -582,7 +591,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem.group_size * visible_queries * (6 * d + 2 * dv),
     )
     if skips_tiles(problem):
-        heads = _ordered_heads(problem.num_heads_kv, heads)
+        heads = _ordered_heads(problem, problem.num_heads_kv, heads)
     if in_order:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
     last = last_section(

@@ -338,6 +338,8 @@ def _tile_flag_launches(
     count = expression.count_tile_flags(problem, tile)
     if count == 0:
         return ()
+    warps = ROW_THREADS // 32
+    has_bits = kind == "Wgmma" and count_mask_words(problem, tile) > 0
     kernel = KernelPlan(
         file="prepare/tile_flags.cu",
         entry="tile_flags",
@@ -346,12 +348,40 @@ def _tile_flag_launches(
             ("CAUSAL", problem.causal),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
+            ("MASK_BITS", has_bits),
             ("NUM_THREADS", ROW_THREADS),
+            ("SHARED_BYTES", 4 * warps),
             *some_options(problem, kind, "WINDOW", "MASK_MOD"),
         ),
         threads=ROW_THREADS,
+        shared_bytes=4 * warps,
     )
-    return (Launch(kernel, ceil_div(count * 32, ROW_THREADS)),)
+    return (Launch(kernel, ceil_div(count, warps)),)
+
+
+# Bytes of the pairs' bits of a mask, if all tiles are partly visible: 32,768
+# tokens of a sequence. They are a small part of such a GPU's memory, and only
+# those of partly visible tiles are ever written.
+_MOST_MASK_BYTES = 1 << 27
+
+
+def count_mask_words(problem: Problem, tile: Tile) -> int:
+    """The words of score/expression_flags.cuh's bits; 0 without any.
+
+    For masks that heads share, if nothing else masks pairs one by one: tiles
+    may then be partly visible for another reason.
+    """
+    mask = problem.mask_mod
+    if mask is None or "h" in mask.depends:
+        return 0
+    if problem.segment_ids or problem.mask:
+        return 0
+    rows, columns = tile.block_q, tile.block_k
+    if problem.direction == "backward":
+        rows, columns = columns, rows
+    words = ceil_div(rows, 16) * ceil_div(columns, 64) * 32
+    words *= expression.count_tile_flags(problem, tile)
+    return words if 4 * words <= _MOST_MASK_BYTES else 0
 
 
 def skips_tiles(problem: Problem) -> bool:

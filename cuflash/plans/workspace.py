@@ -22,8 +22,9 @@ NAMES = (
     "query_tile_ids",
     "key_tile_ids",
     "tile_order",
-    # Visibilities of tiles (prepare/tile_flags.cu).
+    # Visibilities of tiles, and bits of their pairs (prepare/tile_flags.cu).
     "tile_flags",
+    "mask_bits",
     # What rounding took from the lse of each query (prepare/lse_rests.cu).
     "lse_rests",
     # O and lse of parts of the keys; a slot holds the rows of one part:

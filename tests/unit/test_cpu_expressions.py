@@ -20,7 +20,7 @@ from helpers.compare import (
 )
 from helpers.flagged import rows_counted
 
-BATCH, QUERIES, KEYS, HEADS, HEADS_KV, DIM = 2, 70, 90, 4, 2, 8
+BATCH, QUERIES, KEYS, HEADS, HEADS_KV, DIM = 2, 70, 150, 4, 2, 8
 # Sums of a hundred terms of about 1, of scores up to 8: 2^10 u and more.
 ATOL = {"float64": 1e-12, "float32": 5e-4}
 

@@ -32,12 +32,13 @@ PLACES = {
     ),
     "request/softcap": ("how its tanh is computed", "softcap dropout"),
     "api/types": ("type checkers read text",),
+    "api/tile_mask": ("its arguments", "mask_mod mod_arrays"),
     "api/attention": ("overloads", "return_dbias return_dsink return_dmod"),
     "api/vjp": ("arguments of its own", "return_dbias return_dsink"),
     "api/kvcache": ("packs queries alone", "cu_seqlens_q max_seqlen_q"),
     "api/foreign_names": (
         "what others call ours",
-        "bias cu_seqlens_q cu_seqlens_k dropout mask window",
+        "bias cu_seqlens_q cu_seqlens_k dropout mask mask_mod window",
     ),
     # Values that the host reads, and rules between arguments.
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
@@ -65,17 +66,20 @@ PLACES = {
     # Decisions that were measured for one option.
     "plans/tiles": ("tuned tiles", "window segment_ids"),
     "plans/plan": (
-        "tuned tiles", "window segment_ids max_seqlen_q max_seqlen_k",
+        "tuned tiles",
+        "mask_mod max_seqlen_k max_seqlen_q segment_ids window",
     ),
     "plans/expression": (
         "the kernels' texts", "score_mod mask_mod mod_arrays return_dmod",
     ),
     "plans/steps": (
         "dtypes, launches",
-        "bias mask_mod window segment_ids max_seqlen_k return_dsink",
+        "bias mask mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
     "plans/sm90": (
-        "memory, registers", "alibi_slopes bias mask segment_ids window",
+        "memory, registers",
+        "alibi_slopes bias mask mask_mod return_dbias return_dmod score_mod"
+        " segment_ids window",
     ),
     # What runs.
     "launch/attention": (
@@ -96,8 +100,8 @@ PLACES = {
     "backends/numpy": (
         "the equations",
         "alibi_slopes bias cu_seqlens cu_seqlens_q cu_seqlens_k dropout mask"
-        " max_seqlen_q max_seqlen_k seed segment_ids_q segment_ids_k sink"
-        " softcap window",
+        " mask_mod max_seqlen_q max_seqlen_k mod_arrays return_dmod score_mod"
+        " seed segment_ids_q segment_ids_k sink softcap window",
     ),
     # Bridges: what others call ours, what a library asks of one option.
     "torch/attention": ("seeds drawn, warnings", "bias dropout seed"),

@@ -31,6 +31,7 @@ from cuflash.request.traced import slot
 from cuflash.settings import read
 
 GRAIN = 64  # keys whose visibility intervals decide together
+FEW_KEYS = 128  # are tested sooner than intervals decide
 
 _B, _H, _QUERY, _KEY = map(nodes.index, nodes.INDICES)
 _LENGTHS = tuple(map(nodes.index, nodes.LENGTHS))
@@ -184,6 +185,10 @@ class Expressions:
             Whether pairs may be masked.
         """
         grain = min(GRAIN, block_k)
+        if keys.stop - keys.start <= min(FEW_KEYS, block_k):
+            if keys.start < keys.stop:
+                yield keys.start, keys.stop, True
+            return
         flags = self._flags(rows, grain)
         first, end = keys.start // grain, -(-keys.stop // grain)
         most = block_k // grain

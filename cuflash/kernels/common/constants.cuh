@@ -7,9 +7,10 @@
 // Options (docs/guide/options.md): CAUSAL, WINDOW, SOFTCAP, ALIBI, BIAS, HAS_MASK, SINK, SEGMENTS,
 // DROPOUT, PACKED: sequences; LARGE_SOFTCAP (cuflash/softcap.py); DBIAS, DLSE: its gradient;
 // SCORE_MOD, MASK_MOD: the user's functions (expression.cuh); DMOD: gradients of their arrays;
-// SCORE_BENDS: the score's slope is not 1;
-// FLAGS_OF_GROUPS: of what heads tile flags are (expression_flags.cuh); DETERMINISTIC;
-// NEGATE_SCORES: scale < 0 and scores are LINEAR (score_mod.cuh).
+// SCORE_BENDS: the score's slope is not 1; SCORES_TWICE: and is computed again for dS;
+// FLAGS_OF_GROUPS: of what heads tile flags are, MASK_BITS: bits stand beside them
+// (expression_flags.cuh); DETERMINISTIC; NEGATE_SCORES: scale < 0 and scores are LINEAR
+// (score_mod.cuh).
 // Sizes: BLOCK_Q, BLOCK_K; HEAD_DIM, HEAD_DIM_V, rounded up to what the kernel computes with;
 // PADDED: that changed one of them; SHARED_BYTES; NUM_WARPS; NUM_THREADS; LANES of a row;
 // BLOCKS_PER_SM; NUM_STAGES, STAGES, Q_STAGES, KV_STAGES of what loads ahead; DOUBLE_BUFFERED_K.

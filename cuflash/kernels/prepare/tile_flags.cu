@@ -1,72 +1,203 @@
 // What the user's mask_mod says of each tile of BLOCK_Q queries and BLOCK_K keys: a Visibility in a
-// byte (score/expression_flags.cuh), for the kernels that skip tiles (pair_mask.cuh). Also zeroes
-// the dynamic scheduler's counter.
+// byte (score/expression_flags.cuh), for the kernels that skip tiles (pair_mask.cuh); and the bits
+// of the pairs of partly visible tiles (MASK_BITS), for kernels that read them. Also zeroes the
+// dynamic scheduler's counter.
 //
-// Intervals decide most tiles. In the others pairs are tested, a query and 32 keys at a time, until
-// a visible pair and a masked one have been found. Only the pairs that CAUSAL and WINDOW leave
-// count: a tile without any is NONE, and one that they cut may be PARTLY where it is ALL.
+// First each warp looks at one tile: intervals decide most. Without MASK_BITS it also tests 32
+// pairs on both diagonals, which find a visible pair and a masked one in nearly every tile that has
+// both.
+// Then the block tests all pairs of one undecided tile after another, 32 a thread. Only the pairs
+// that CAUSAL and WINDOW leave count: a tile without any is NONE, and one that they cut may be
+// PARTLY where it is ALL.
 //
 // Grid: a warp a flag, key tiles fastest, then query tiles, heads and batches. Block: NUM_THREADS
 // threads.
-// Constants: Element, Arguments, MASK_MOD, CAUSAL, WINDOW, FLAGS_OF_GROUPS, BLOCK_Q, BLOCK_K,
-// NUM_THREADS. No shared memory.
+// Constants: Element, Arguments, MASK_MOD, CAUSAL, WINDOW, FLAGS_OF_GROUPS, MASK_BITS, BLOCK_Q,
+// BLOCK_K, NUM_THREADS. Shared memory: an int a warp.
 //
-// Bad at: masks that intervals cannot bound and whose tiles have pairs of one kind alone.
+// Bad at: masks that intervals cannot bound, where it tests every pair of every tile.
 #include "score/pair_mask.cuh"
 
-// A tile's pairs, within the arrays.
-struct PairRange { int first_query, last_query, first_key, last_key; };
+static_assert(!(MASK_BITS && MASK_OF_HEAD), "heads share the bits");
 
-// Of one head's pairs; whole warp. is_cut: CAUSAL or WINDOW may mask some.
-inline Visibility visibility_of(
-    const PairMask& pair_mask, const Mask<CAUSAL, WINDOW>& mask, PairRange pairs, bool is_cut) {
-    const Visibility bound = pair_mask.user.template visibility<true>(
-        pairs.first_query, pairs.last_query, pairs.first_key, pairs.last_key);
-    if (bound != Visibility::PARTLY) return bound;
-    bool has_visible = false, has_masked = is_cut;
-    for (int query = pairs.first_query; query <= pairs.last_query; ++query) {
-        for (int first = pairs.first_key; first <= pairs.last_key; first += 32) {
-            const int key = first + threadIdx.x % 32;
-            const bool counts = key <= pairs.last_key && mask.visible(query, key);
-            const bool visible = counts && pair_mask.user.visible(query, key);
-            has_visible |= __ballot_sync(0xFFFFFFFFu, visible) != 0;
-            has_masked |= __ballot_sync(0xFFFFFFFFu, counts && !visible) != 0;
-        }
-        if (has_visible && has_masked) return Visibility::PARTLY;
+constexpr int TILES = NUM_THREADS / 32;                     // of a block
+constexpr int UNDECIDED = 3;                                // after a warp's look
+
+// A tile, and its pairs within the arrays. is_cut: CAUSAL or WINDOW may mask some; is_outside: all.
+struct FlaggedTile {
+    int batch, head;                                        // head: the first that shares the flag
+    int q_tile, k_tile, first_query, last_query, first_key, last_key;
+    bool is_cut, is_outside;
+};
+
+inline FlaggedTile tile_of_flag(
+    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, i64 number, int members) {
+    const int q_tiles = mask.num_tiles(mask.seqlen_q, BLOCK_Q);
+    const int k_tiles = mask.num_tiles(mask.seqlen_k, BLOCK_K);
+    const int k_tile = number % k_tiles, q_tile = number / k_tiles % q_tiles;
+    const int row = number / k_tiles / q_tiles, heads = heads_of_flags(args);
+    const KeyTiles tiles = mask.key_tiles(q_tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
+    return {
+        .batch = row / heads, .head = row % heads * members, .q_tile = q_tile, .k_tile = k_tile,
+        .first_query = q_tile * BLOCK_Q,
+        .last_query = min((q_tile + 1) * BLOCK_Q, mask.seqlen_q) - 1,
+        .first_key = k_tile * BLOCK_K,
+        .last_key = min((k_tile + 1) * BLOCK_K, mask.seqlen_k) - 1,
+        .is_cut = (CAUSAL || WINDOW) && !tiles.full(k_tile),
+        .is_outside = k_tile < tiles.first || k_tile >= tiles.num_visited};
+}
+
+// What has been seen of a tile's pairs.
+struct Seen {
+    bool visible = false, masked = false;
+    bool both() const { return visible && masked; }
+    Visibility visibility() const {
+        return both() ? Visibility::PARTLY : visible ? Visibility::ALL : Visibility::NONE;
     }
-    return has_visible ? Visibility::ALL : Visibility::NONE;
+};
+
+// 32 pairs of a tile, one a lane, from corner to corner. Whole warp.
+inline void look_at_diagonals(
+    Seen& seen, const PairMask& pair_mask, const Mask<CAUSAL, WINDOW>& mask,
+    const FlaggedTile& tile) {
+    const int step = threadIdx.x % 16;
+    const int by_key = (tile.last_key - tile.first_key) * step / 15;
+    const int query = tile.first_query + (tile.last_query - tile.first_query) * step / 15;
+    const int key = threadIdx.x % 32 < 16 ? tile.first_key + by_key : tile.last_key - by_key;
+    const bool counts = mask.visible(query, key);
+    const bool visible = counts && pair_mask.user.visible(query, key);
+    seen.visible |= __ballot_sync(0xFFFFFFFFu, visible) != 0;
+    seen.masked |= __ballot_sync(0xFFFFFFFFu, counts && !visible) != 0;
+}
+
+// The flag of a tile, or UNDECIDED. Whole warp.
+inline int look_at_tile(
+    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile, int members) {
+    if (tile.is_outside) return static_cast<int>(Visibility::NONE);
+    PairMask pair_mask(args, tile.batch);
+    Seen seen;
+    bool is_decided = true;
+    for (int member = 0; member < members && !seen.both(); ++member) {
+        pair_mask.set_head(tile.head + member);
+        const Visibility bound = pair_mask.user.template visibility<true>(
+            tile.first_query, tile.last_query, tile.first_key, tile.last_key);
+        seen.visible |= bound == Visibility::ALL;
+        seen.masked |= bound == Visibility::NONE;
+        if (bound != Visibility::PARTLY) continue;
+        is_decided = false;
+        seen.masked |= tile.is_cut;
+        if constexpr (!MASK_BITS) look_at_diagonals(seen, pair_mask, mask, tile);
+    }
+    const bool is_known = is_decided || (!MASK_BITS && seen.both());
+    return is_known ? static_cast<int>(seen.visibility()) : UNDECIDED;
+}
+
+// Which groups of 64 rows CAUSAL or WINDOW leave nothing of the tile, a bit each.
+inline u32 groups_outside(const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile) {
+    u32 groups = 0;
+    if constexpr (CAUSAL || WINDOW)
+        #pragma unroll
+        for (int group = 0; group < HIDDEN_GROUPS; ++group) {
+            const int first = tile.first_query + group * 64;
+            const KeyTiles tiles = mask.key_tiles(first, 64, BLOCK_K);
+            if (tile.k_tile < tiles.first || tile.k_tile >= tiles.num_visited)
+                groups |= 1u << group;
+        }
+    return groups;
+}
+
+// The flag of a tile by all its pairs, whose bits MASK_BITS keeps. Whole block.
+inline int test_pairs(
+    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile, int members) {
+    constexpr bool OF_KEYS = FLAGS_OF_GROUPS;
+    const int lane = threadIdx.x % 32;
+    const int first_row = (OF_KEYS ? tile.first_key : tile.first_query) + lane / 4;
+    const int first_column = (OF_KEYS ? tile.first_query : tile.first_key) + lane % 4 * 2;
+    PairMask pair_mask(args, tile.batch);
+    Seen seen;
+    u32 seen_groups = 0;                                    // of 64 rows
+    seen.masked = tile.is_cut;
+    for (int member = 0; member < members; ++member) {
+        pair_mask.set_head(tile.head + member);
+        #pragma unroll 1
+        for (int word = threadIdx.x; word < TileBits::COUNT; word += NUM_THREADS) {
+            const int row = first_row + word / 32 / TileBits::WORDS * 16;
+            const int column = first_column + word / 32 % TileBits::WORDS * 64;
+            u32 bits = 0, counted = 0;
+            #pragma unroll 4
+            for (int j = 0; j < 8; ++j)
+                #pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    const int along = row + n / 2 * 8, across = column + j * 8 + n % 2;
+                    const int query = OF_KEYS ? across : along, key = OF_KEYS ? along : across;
+                    const u32 bit = 1u << (j * 4 + n);
+                    if (pair_mask.user.visible(query, key)) bits |= bit;
+                    if (query <= tile.last_query && key <= tile.last_key
+                        && mask.visible(query, key))
+                        counted |= bit;
+                }
+            bits &= counted;                                // not in between: no branches
+            seen.visible |= bits != 0;
+            seen.masked |= bits != counted;
+            if (bits != 0) seen_groups |= 1u << word / (4 * TileBits::WORDS * 32);
+            if constexpr (MASK_BITS)
+                bits_of_tile(args, tile.batch, tile.q_tile, tile.k_tile)[word] = bits;
+        }
+        seen.visible = __syncthreads_or(seen.visible) != 0;
+        seen.masked = __syncthreads_or(seen.masked) != 0;
+        if (seen.both()) break;
+    }
+    u32 hidden_groups = 0;
+    #pragma unroll
+    for (int group = 0; group < HIDDEN_GROUPS; ++group)
+        if (!__syncthreads_or(seen_groups >> group & 1)) hidden_groups |= 1u << group;
+    return static_cast<int>(seen.visibility()) | hidden_groups << HIDDEN_SHIFT;
+}
+
+// Where the kernels would visit a tile of which nothing is visible, as they visit one at least: the
+// first of a query tile; backward, of a key tile. Whole warp.
+inline void clear_first_bits(
+    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile) {
+    const bool is_first = FLAGS_OF_GROUPS
+        ? tile.q_tile == mask.query_tiles(tile.first_key, BLOCK_Q, BLOCK_K).first
+        : tile.k_tile == 0;
+    if (!is_first) return;
+    u32* bits = bits_of_tile(args, tile.batch, tile.q_tile, tile.k_tile);
+    for (int word = threadIdx.x % 32; word < TileBits::COUNT; word += 32) bits[word] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 tile_flags(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    int* flags = reinterpret_cast<int*>(shared_bytes);      // of the block's tiles
     const Shape& shape = arrays_of(args).shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
-    const int q_tiles = mask.num_tiles(shape.seqlen_q, BLOCK_Q);
-    const int k_tiles = mask.num_tiles(shape.seqlen_k, BLOCK_K);
-    const int heads = heads_of_flags(args), batches = MASK_OF_BATCH ? shape.batch : 1;
-    const i64 number = i64(blockIdx.x) * (NUM_THREADS / 32) + threadIdx.x / 32;
-    if (number == 0 && threadIdx.x == 0) clear_tile_counter(args);
-    if (number >= i64(batches) * heads * q_tiles * k_tiles) return;
-    const int k_tile = number % k_tiles, q_tile = number / k_tiles % q_tiles;
-    const int row = number / k_tiles / q_tiles, batch = row / heads;
+    const i64 count = i64(MASK_OF_BATCH ? shape.batch : 1) * heads_of_flags(args)
+                    * mask.num_tiles(shape.seqlen_q, BLOCK_Q)
+                    * mask.num_tiles(shape.seqlen_k, BLOCK_K);
     const int members = MASK_OF_HEAD && FLAGS_OF_GROUPS ? heads_of_group(args) : 1;
-    const int first_head = row % heads * members;
+    const i64 first = i64(blockIdx.x) * TILES;
+    const int warp = threadIdx.x / 32;
+    if (blockIdx.x == 0 && threadIdx.x == 0) clear_tile_counter(args);
 
-    const KeyTiles tiles = mask.key_tiles(q_tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
-    const PairRange pairs = {
-        q_tile * BLOCK_Q, min((q_tile + 1) * BLOCK_Q, shape.seqlen_q) - 1,
-        k_tile * BLOCK_K, min((k_tile + 1) * BLOCK_K, shape.seqlen_k) - 1};
-    Visibility flag = Visibility::NONE;
-    if (k_tile >= tiles.first && k_tile < tiles.num_visited) {
-        PairMask pair_mask(args, batch);
-        const bool is_cut = (CAUSAL || WINDOW) && !tiles.full(k_tile);
-        for (int member = 0; member < members; ++member) {
-            pair_mask.set_head(first_head + member);
-            const Visibility own = visibility_of(pair_mask, mask, pairs, is_cut);
-            if (member > 0 && own != flag) flag = Visibility::PARTLY;
-            else flag = own;
-            if (flag == Visibility::PARTLY) break;
-        }
+    int flag = static_cast<int>(Visibility::NONE);
+    if (first + warp < count) {
+        const FlaggedTile tile = tile_of_flag(args, mask, first + warp, members);
+        flag = look_at_tile(args, mask, tile, members);
+        if (MASK_BITS && flag == static_cast<int>(Visibility::NONE))
+            clear_first_bits(args, mask, tile);
     }
-    if (threadIdx.x % 32 == 0) args.tile_flags[number] = static_cast<unsigned char>(flag);
+    if (threadIdx.x % 32 == 0) flags[warp] = flag;
+    __syncthreads();                                        // flags are written
+    for (int i = 0; i < TILES; ++i) {
+        if (flags[i] != UNDECIDED) continue;
+        const FlaggedTile tile = tile_of_flag(args, mask, first + i, members);
+        const int found = test_pairs(args, mask, tile, members);
+        if (warp == i) flag = found;
+    }
+    if (threadIdx.x % 32 == 0 && first + warp < count) {
+        const FlaggedTile tile = tile_of_flag(args, mask, first + warp, members);
+        flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
+        args.tile_flags[first + warp] = static_cast<unsigned char>(flag);
+    }
 }

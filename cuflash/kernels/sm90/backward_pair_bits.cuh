@@ -95,13 +95,19 @@ __device__ __forceinline__ void clear_other_segments(
 
 // The pairs that the user's mask hides.
 __device__ __forceinline__ void clear_hidden(LanePairs& pairs, const Arguments& args) {
-    if constexpr (MASK_MOD) {
+    if constexpr (MASK_BITS) {
+        u32 bits[LanePairs::WORDS];
+        load_mask_bits(bits, args, pairs.batch, pairs.query / BLOCK_Q, pairs.key / BLOCK_K,
+                       pairs.key % BLOCK_K);
+        #pragma unroll
+        for (int word = 0; word < LanePairs::WORDS; ++word) pairs.visible[word] &= bits[word];
+    } else if constexpr (MASK_MOD) {
         MaskExpression user;
         user.set_head(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
         #pragma unroll
         for (int word = 0; word < LanePairs::WORDS; ++word) {
             u32 bits = 0;
-            #pragma unroll 2
+            #pragma unroll
             for (int j = 0; j < 8; ++j)
                 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
@@ -137,7 +143,8 @@ __device__ __forceinline__ void compute_bits(
     if constexpr (VISIBILITY_BITS) {
         #pragma unroll
         for (u32& bits : pairs.visible) bits = ~0u;
-        if (is_cut) clear_out_of_bounds(pairs, bounds);
+        // The bits of a user's mask are of pairs within bounds.
+        if (is_cut && !(MASK_BITS && has_boundary)) clear_out_of_bounds(pairs, bounds);
         if (SEGMENTS && has_boundary)
             clear_other_segments(pairs, rows, pair_mask, bounds.seqlen_k);
         if (MASK_MOD && has_boundary) clear_hidden(pairs, args);
