@@ -11,6 +11,7 @@
 
 namespace ex {
 
+constexpr int MOST_ARRAYS = 8;                              // of a call
 constexpr int DIGIT_BITS = 24;
 constexpr u64 DIGIT = (u64{1} << DIGIT_BITS) - 1;
 
