@@ -146,15 +146,21 @@ def _score_struct(
         f"        return {body.name(score)};",
         "    }",
         f"    {_PAIRS} struct Gradients {{",
-        *(f"        ex::{x.sums}<Real, Pairs> {body.name(x.gather)};"
-          for x in gradients if x.sums),
+        *(
+            f"        ex::{x.sums}<Real, Pairs> {body.name(x.gather)};"
+            for x in gradients
+            if x.sums
+        ),
         "    };",
         f"    {_PAIRS}",
         f"    void add_gradients{_SUMS}, int i, int j, Real x, Real ds) const"
         " {",
         *_indices_of_pair(adds),
-        *([] if any(x.sums for x in gradients) else
-          ["        if (ds == Real(0)) return;"]),
+        *(
+            []
+            if any(x.sums for x in gradients)
+            else ["        if (ds == Real(0)) return;"]
+        ),
         *adds,
         "    }",
         f"    {_PAIRS}",

@@ -7,7 +7,6 @@ repeated call only fills in addresses (run.py).
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -222,12 +221,8 @@ def _bytes_of_sums(signature: Signature) -> dict[str, int]:
     p = signature.problem
     if not sums_exactly(p):
         return {}
-    word_bytes = bytes_of_sum(p)
-    return {
-        f"dmod_sums[{i}]": word_bytes
-        * math.prod(signature.options[traced.slot(i)].shape)
-        for i in p.return_dmod
-    }
+    sizes = traced.gradient_sizes(signature)
+    return {f"dmod_sums[{i}]": bytes_of_sum(p) * n for i, n in sizes.items()}
 
 
 def _among(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:

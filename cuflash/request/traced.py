@@ -8,6 +8,7 @@ names. Numbers travel as values, which differ from call to call.
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import struct
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from cuflash.expressions import trace
 from cuflash.expressions.nodes import Kind
 from cuflash.expressions.text import DTYPES, MOST_AXES
 from cuflash.request import layouts
-from cuflash.request.problem import Layout
+from cuflash.request.problem import Layout, Signature
 
 # Of arrays, and of numbers, which kernels' arguments have room for.
 MOST = 8
@@ -266,6 +267,14 @@ def array_numbers(
         "sizes": sizes.ravel(),
         "strides": strides[0].ravel(),
         "dmod_strides": strides[1].ravel(),
+    }
+
+
+def gradient_sizes(signature: Signature) -> dict[int, int]:
+    """The elements of the gradients asked for, by slot."""
+    return {
+        i: math.prod(signature.options[slot(i)].shape)
+        for i in signature.problem.return_dmod
     }
 
 

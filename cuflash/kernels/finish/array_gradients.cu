@@ -5,6 +5,7 @@
 // Constants: Element, NUM_THREADS, Arguments. No shared memory.
 //
 // Bound by memory: the sums are read twice.
+#include "common/constants.cuh"
 #include "score/exact_sums.cuh"
 
 using Real = Accumulator<Element>;

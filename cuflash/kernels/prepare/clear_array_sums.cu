@@ -5,6 +5,7 @@
 // Constants: Element, NUM_THREADS, Arguments. No shared memory.
 //
 // Bound by memory: the sums are written once.
+#include "common/constants.cuh"
 #include "score/exact_sums.cuh"
 
 using Sums = ex::ExactSums<Accumulator<Element>>;

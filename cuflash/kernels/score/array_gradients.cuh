@@ -103,8 +103,8 @@ template <class Real, class Grid> struct KeySums {
     }
 };
 
-// Of the axes, A is that in which no positions are TOGETHER, B the other. With R the PERIOD of A and
-// K R that of B, the distance of a lane's pair, counted from the warp's first, is
+// Of the axes, A is that in which no positions are TOGETHER, B the other. With R the PERIOD of A
+// and K R that of B, the distance of a lane's pair, counted from the warp's first, is
 //
 //     a - b = R m + (rank_a - TOGETHER rank_b - x),    m = i - K (j / TOGETHER),  x = j % TOGETHER
 //

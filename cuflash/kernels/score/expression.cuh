@@ -19,9 +19,9 @@ template <class Real> struct ScoreExpression {
         slope = 1;
         return x;
     }
-    // Sums of (df/da) ds for every array a that has a gradient, over a lane's pairs of a tile, which
-    // Pairs, a LaneGrid, tells; ds is the gradient of f(x) of query i and key j. finish_gradients
-    // adds them to global memory. By whole warps.
+    // Sums of (df/da) ds for every array a that has a gradient, over a lane's pairs of a tile, told
+    // by Pairs, a LaneGrid. ds is the gradient of f(x) of query i and key j. finish_gradients() adds
+    // the sums to global memory. By whole warps.
     template <class Pairs> struct Gradients {};
     template <class Pairs>
     void add_gradients(Gradients<Pairs>&, const Pairs&, int, int, Real, Real) const {}
