@@ -3,7 +3,7 @@
 //
 // A finite real is an integer times the smallest one above 0, 2^LOWEST. A sum is held as DIGITS
 // numbers of 64 bits, with weights 2^(24 n + LOWEST); 24 bits each of an addend are added to a few
-// of them. Up to 2^39 additions do not overflow. finish/array_gradients.cu carries, and rounds once.
+// of them. Up to 2^39 additions do not overflow. finish/array_gradients.cu rounds them.
 // (J. Demmel, H. D. Nguyen, Parallel Reproducible Summation, IEEE Trans. Comput. 64, 2015, keep
 // fewer digits, of which theirs depend on the largest addend. U. Kulisch keeps all.)
 #pragma once

@@ -20,8 +20,8 @@ template <class Real> struct ScoreExpression {
         return x;
     }
     // Sums of (df/da) ds for every array a that has a gradient, over a lane's pairs of a tile, told
-    // by Pairs, a LaneGrid. ds is the gradient of f(x) of query i and key j. finish_gradients() adds
-    // the sums to global memory. By whole warps.
+    // by Pairs, a LaneGrid. ds is the gradient of f(x) of query i and key j. finish_gradients(), of
+    // whole warps, adds the sums to global memory.
     template <class Pairs> struct Gradients {};
     template <class Pairs>
     void add_gradients(Gradients<Pairs>&, const Pairs&, int, int, Real, Real) const {}
