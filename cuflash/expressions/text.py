@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from cuflash.expressions import derivative, nodes, ranges
@@ -85,11 +86,14 @@ def _score_struct(
             "    static constexpr bool READS = false;",
             "    bool reads_inside(int, int, int, int) const { return true; }",
             "    template <bool INSIDE = false>",
-            "    Real score(Real x, int, int) const { return x; }",
+            "    Real score(Real s, Real scale, int, int) const {",
+            "        return s * scale;",
+            "    }",
             "    template <bool INSIDE = false>",
-            "    Real score(Real x, int, int, Real& slope) const {",
+            "    Real score(Real s, Real scale, int, int, Real& slope)",
+            "        const {",
             "        slope = 1;",
-            "        return x;",
+            "        return s * scale;",
             "    }",
             "    void add_gradients(Real, Real, int, int) const {}",
             "};",
@@ -98,7 +102,7 @@ def _score_struct(
     scatters = derivative.of_gathers(score, dmods) if dmods else {}
     needed = [score, slope, *scatters, *scatters.values()]
     body = _Body(needed, arrays, exact=False, scatters=bool(scatters))
-    pair = "(Real x, int query, int key"
+    pair = "(Real s, Real scale, int query, int key"
     return [
         *header,
         *body.members,
@@ -109,22 +113,38 @@ def _score_struct(
         "    }",
         *body.reads_inside([score, slope]),
         f"    template <bool INSIDE = false> Real score{pair}) const {{",
-        *body.lines([score]),
-        f"        return {body.name(score)};",
+        *_with_score(
+            [
+                *body.lines([score]),
+                f"        return {body.name(score)};",
+            ]
+        ),
         "    }",
         "    template <bool INSIDE = false>",
         f"    Real score{pair}, Real& slope) const {{",
-        *body.lines([score, slope]),
-        f"        slope = {body.name(slope)};",
-        f"        return {body.name(score)};",
+        *_with_score(
+            [
+                *body.lines([score, slope]),
+                f"        slope = {body.name(slope)};",
+                f"        return {body.name(score)};",
+            ]
+        ),
         "    }",
         "    void add_gradients(Real x, Real ds, int query, int key) const {",
         *body.not_inside([*scatters.values(), *_indices(scatters)]),
+        "        const Real s = x, scale = 1;" if scatters else "",
         *body.lines([*scatters.values(), *_indices(scatters)]),
         *(x for g, by in scatters.items() for x in body.scatter(g, by)),
         "    }",
         "};",
     ]
+
+
+def _with_score(lines: list[str]) -> list[str]:
+    """Lines after that of x, the score that comes in, if one names it."""
+    if not any(re.search(r"\bx\b", x) for x in lines):
+        return lines
+    return ["        const Real x = ex::multiply(s, scale);", *lines]
 
 
 def _indices(gathers: Iterable[Node]) -> list[Node]:
@@ -327,6 +347,10 @@ class _Body:
         if _is_product(first):
             a, b = map(self.name, first.args)
             return f"ex::multiply_add({a}, {b}, {minus}{self.name(second)})"
+        if first is SCORE and second is not SCORE:
+            return f"ex::multiply_add(s, scale, {minus}{self.name(second)})"
+        if second is SCORE and first is not SCORE:
+            return f"ex::multiply_add({minus}s, scale, {self.name(first)})"
         return None
 
     # ---- Arrays ----
