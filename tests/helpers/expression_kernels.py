@@ -47,10 +47,10 @@ class Found:
     dmods: dict
 
 
-def _text(graphs, kinds):
+def _text(graphs, kinds, short):
     parts = [INCLUDES]
     for i, x in enumerate(graphs):
-        own = text.text(x.score, x.mask, kinds, x.dmods)
+        own = text.text(x.score, x.mask, kinds, x.dmods, short)
         parts.append(f"namespace e{i} {{\n{own}\n}}\n")
     visits = "\n".join(
         f"    visit(e{i}::ScoreExpression<Accumulator<Element>>{{}},"
@@ -76,7 +76,8 @@ def _axes(arrays):
     return sizes, strides[0], strides[1]
 
 
-def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element):
+def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element,
+             short=False):  # fmt: skip
     """Run graphs on the pairs of a head.
 
     Parameters
@@ -91,6 +92,8 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element):
         First and last query, first and last key.
     element : str
         The kernel's Element.
+    short : bool
+        As in `text.text`.
 
     Returns
     -------
@@ -132,7 +135,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element):
         (("Element", element), ("Arguments", "BackwardExpressionArguments")),
         32,
         0,
-        expression=_text(graphs, kinds),
+        expression=_text(graphs, kinds, short),
     )
     with emulator.active("sm_90a") as emulated:
         emulated.launch(kernel, 1, **fields)
