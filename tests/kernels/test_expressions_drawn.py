@@ -4,6 +4,8 @@ Their meaning is that of a softcap, a bias and a mask, with the bounds of
 those. Lengths are at the ends of tiles.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -71,6 +73,8 @@ def test_forward(backend, case, variant):
 @on_drawn(BOTH_WAYS, drawn_for)
 def test_gradients(backend, case, variant):
     """With those of arrays, where order may be any."""
+    if "bias" in case.arrays_of:  # its gradient has tests of its own
+        case = replace(case, arrays_of=())
     has_arrays = variant.added and not case.deterministic
     more = {"return_dmod": GRADIENTS} if has_arrays else {}
     if "sink" in case.arrays_of:
