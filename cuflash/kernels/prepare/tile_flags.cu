@@ -92,8 +92,22 @@ inline int look_at_tile(
     return is_known ? static_cast<int>(seen.visibility()) : UNDECIDED;
 }
 
+// Which groups of 64 rows CAUSAL or WINDOW leave nothing of the tile, a bit each.
+inline u32 groups_outside(const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile) {
+    u32 groups = 0;
+    if constexpr (CAUSAL || WINDOW)
+        #pragma unroll
+        for (int group = 0; group < HIDDEN_GROUPS; ++group) {
+            const int first = tile.first_query + group * 64;
+            const KeyTiles tiles = mask.key_tiles(first, 64, BLOCK_K);
+            if (tile.k_tile < tiles.first || tile.k_tile >= tiles.num_visited)
+                groups |= 1u << group;
+        }
+    return groups;
+}
+
 // The flag of a tile by all its pairs, whose bits MASK_BITS keeps. Whole block.
-inline Visibility test_pairs(
+inline int test_pairs(
     const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile, int members) {
     constexpr bool OF_KEYS = FLAGS_OF_GROUPS;
     const int lane = threadIdx.x % 32;
@@ -101,6 +115,7 @@ inline Visibility test_pairs(
     const int first_column = (OF_KEYS ? tile.first_query : tile.first_key) + lane % 4 * 2;
     PairMask pair_mask(args, tile.batch);
     Seen seen;
+    u32 seen_groups = 0;                                    // of 64 rows
     seen.masked = tile.is_cut;
     for (int member = 0; member < members; ++member) {
         pair_mask.set_head(tile.head + member);
@@ -121,8 +136,10 @@ inline Visibility test_pairs(
                         && mask.visible(query, key))
                         counted |= bit;
                 }
-            seen.visible |= (counted & bits) != 0;
-            seen.masked |= (counted & ~bits) != 0;
+            bits &= counted;                                // not in between: no branches
+            seen.visible |= bits != 0;
+            seen.masked |= bits != counted;
+            if (bits != 0) seen_groups |= 1u << word / (4 * TileBits::WORDS * 32);
             if constexpr (MASK_BITS)
                 bits_of_tile(args, tile.batch, tile.q_tile, tile.k_tile)[word] = bits;
         }
@@ -130,7 +147,11 @@ inline Visibility test_pairs(
         seen.masked = __syncthreads_or(seen.masked) != 0;
         if (seen.both()) break;
     }
-    return seen.visibility();
+    u32 hidden_groups = 0;
+    #pragma unroll
+    for (int group = 0; group < HIDDEN_GROUPS; ++group)
+        if (!__syncthreads_or(seen_groups >> group & 1)) hidden_groups |= 1u << group;
+    return static_cast<int>(seen.visibility()) | hidden_groups << HIDDEN_SHIFT;
 }
 
 // Where the kernels would visit a tile of which nothing is visible, as they visit one at least: the
@@ -171,9 +192,12 @@ tile_flags(const __grid_constant__ Arguments args) {
     for (int i = 0; i < TILES; ++i) {
         if (flags[i] != UNDECIDED) continue;
         const FlaggedTile tile = tile_of_flag(args, mask, first + i, members);
-        const Visibility found = test_pairs(args, mask, tile, members);
-        if (warp == i) flag = static_cast<int>(found);
+        const int found = test_pairs(args, mask, tile, members);
+        if (warp == i) flag = found;
     }
-    if (threadIdx.x % 32 == 0 && first + warp < count)
+    if (threadIdx.x % 32 == 0 && first + warp < count) {
+        const FlaggedTile tile = tile_of_flag(args, mask, first + warp, members);
+        flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
         args.tile_flags[first + warp] = static_cast<unsigned char>(flag);
+    }
 }

@@ -45,18 +45,32 @@ __device__ __forceinline__ void apply_user_score(
     }
 }
 
-// Raw products S become scores and their derivatives. fits_poly4: all products of the warp fit
+// The same for all products, where no built-in modification comes first: scale S goes in.
+template <class Mod>
+__device__ __forceinline__ void apply_user_scores(
+    float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
+    const Mod& score_mod, int query, int key) {
+    with_reads_tested(
+        score_mod.user, query, query + (S_REGS / 4 - 1) * 8 + 1, key, key + 8, [&](auto inside) {
+            #pragma unroll
+            for (int i = 0; i < S_REGS; ++i) {
+                float slope;
+                scores[i] = score_mod.user.template score<inside.value>(
+                    rounded(products[i], score_mod.scale), query + (i / 4 * 8 + i % 2),
+                    key + i / 2 % 2 * 8, slope);
+                if constexpr (SCORES_BEND) derivatives[i] = slope;
+                limit_reads(score_mod.user, i);
+            }
+        });
+}
+
+// The same with built-in modifications. fits_poly4: all products of the warp fit
 // (ScoreMod::fits_tanh_poly4). One division serves two keys of a query, except with DBIAS: a NaN of
 // a masked pair must not reach the gradient of a bias.
-__device__ __forceinline__ void apply_score_mod(
+__device__ __forceinline__ void apply_in_parts(
     float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
-    const Arguments& args, LanePairs& pairs, bool fits_poly4) {
+    const Arguments& args, LanePairs& pairs, const ScoreMod<float>& score_mod, bool fits_poly4) {
     constexpr int COUNT = S_REGS / LanePairs::BIAS_PARTS;
-    ScoreMod<float> score_mod(args);
-    score_mod.set_head(args, pairs.batch, pairs.head);
-    score_mod.set_sequence(args, pairs.batch, pairs.head);
-    if constexpr (SCORE_MOD && PACKED)
-        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Element i of the part in the fragment: the two keys of a query become neighbours.
@@ -98,6 +112,21 @@ __device__ __forceinline__ void apply_score_mod(
             derivatives[position(i)] = part_derivatives[i];
         }
     }
+}
+
+// Raw products S become scores and their derivatives.
+__device__ __forceinline__ void apply_score_mod(
+    float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
+    const Arguments& args, LanePairs& pairs, bool fits_poly4) {
+    ScoreMod<float> score_mod(args);
+    score_mod.set_head(args, pairs.batch, pairs.head);
+    score_mod.set_sequence(args, pairs.batch, pairs.head);
+    if constexpr (SCORE_MOD && PACKED)
+        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+    if constexpr (SCORE_MOD && !SOFTCAP && !ALIBI && !BIAS)
+        apply_user_scores(scores, derivatives, products, score_mod, pairs.query, pairs.key);
+    else
+        apply_in_parts(scores, derivatives, products, args, pairs, score_mod, fits_poly4);
 }
 
 // With SOFTCAP, where all products fit the polynomial and all pairs are visible: S^T becomes P^T
