@@ -36,6 +36,8 @@ class Found:
     """What a kernel computed of `Graphs`: (queries, keys), (tiles,).
 
     dmods : by slot.
+    inside : of tiles, 1 if all reads are inside arrays; 2 if they are said to
+        be, and scores without tests differ.
     """
 
     score: np.ndarray
@@ -45,6 +47,7 @@ class Found:
     of_warp: np.ndarray
     of_lane: np.ndarray
     dmods: dict
+    inside: np.ndarray
 
 
 def _text(graphs, kinds, short):
@@ -106,7 +109,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element,
     offsets = np.cumsum([0, *counts, *[0] * MOST_ARRAYS])
     values, results, slopes = (np.full(shape, np.nan, real) for _ in range(3))
     visible = np.full(shape, 7, np.uint8)
-    flags = np.full((len(graphs), 2, len(tiles)), 7, np.uint8)
+    flags = np.full((len(graphs), 3, len(tiles)), 7, np.uint8)
     sums = np.zeros((len(graphs), sum(counts)), real)
     nothing = [np.zeros(0)] * MOST_ARRAYS
     fields = {
@@ -148,6 +151,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element,
                     arrays[slot].shape)
                 for slot in x.dmods
             },
+            flags[i, 2],
         )
         for i, x in enumerate(graphs)
     ]  # fmt: skip

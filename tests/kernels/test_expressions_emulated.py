@@ -113,6 +113,7 @@ def test_drawn_functions(element, of_scores, of_masks, seed, short):
         want = pairs.bounded(graph.score, own, arithmetic)
         assert_within(x.score, want, of)
         assert_within(x.value, want, of, "with its slope")
+        assert 2 not in x.inside, of
         slope = derivative.slope(graph.score)
         want = pairs.bounded(slope, own, arithmetic)
         assert_within(x.slope, want, of, "slope")
@@ -152,6 +153,8 @@ SCORES = {
     "a zero without a sign": "score / -to_real(abs(q_idx - kv_idx))",
     "another": "1.0 / to_real((q_idx - kv_idx) * -2)",
     "a sum of products": "score - to_real(q_idx - kv_idx * 3) * 0.5",
+    "an index of reals": "score + curve[to_int(kv_idx * 0.3 + 0.7)]",
+    "all inside, some outside": "score + curve[kv_idx % 5] + half[q_idx]",
     "sizes": "score * table.shape[1] / ids.shape[0]",
 }
 MASKS = {
@@ -198,6 +201,38 @@ def test_former_faults(element, short):
             ):
                 want = pairs.bounded(root, own, of_score)
                 assert_within(got, want, of_scores[i])
+            assert 2 not in x.inside, of_scores[i]
+
+
+# Reads, and whether the tile of all pairs has them inside.
+READS = {
+    "score + table[h, kv_idx % 4]": True,
+    "score + table[h, kv_idx % 4 + 6]": False,
+    "score + table[h, kv_idx % 4 - 1]": False,
+    "score + curve[abs(q_idx - kv_idx) // 2]": True,
+    "score + curve[np.clip(q_idx - kv_idx, 0, 14)]": True,
+    "score + curve[np.clip(q_idx - kv_idx, 0, 15)]": False,
+    "score + curve[np.where(q_idx > kv_idx, q_idx - kv_idx, 0)]": False,
+    "score + half[small[q_idx]]": False,
+    "score + half[q_idx] * half[kv_idx]": True,
+    "score + half[q_idx + 5]": False,
+    "score + half[to_int(0.5 * q_idx)]": False,
+    "score + half[to_int(score)]": False,
+}
+
+
+def test_reads_that_are_inside():
+    of_scores = [Drawn("score_mod", x) for x in READS]
+    none = [None] * len(of_scores)
+    _, found, *_ = run(of_scores, none, 3, "float")
+    whole = [*map(tuple, tiles(QUERIES, KEYS))].index(
+        (0, QUERIES - 1, 0, KEYS - 1)
+    )
+    assert {
+        text: bool(x.inside[whole])
+        for text, x in zip(READS, found, strict=True)
+    } == READS
+    assert not any(2 in x.inside for x in found)
 
 
 # What intervals decide -----------------------------------------------------
