@@ -105,6 +105,7 @@ __device__ __forceinline__ void apply_in_parts(
             const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
             apply_user_score(part_scores[i], part_derivatives[i], score_mod, pairs.query + query,
                              pairs.key + key);
+            if (SCORE_MOD && i % 32 == 31) __syncwarp();    // limits loads in flight: registers
         }
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
