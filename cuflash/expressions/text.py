@@ -379,8 +379,12 @@ class _Body:
         indices = dict.fromkeys(
             y for x in gathers for y in x.args if not y.of_head
         )
-        of_score = any("score" in x.depends for x in indices)
-        if not gathers or of_score:
+        # Of ints alone: reals of a pair may be rounded together, those of an
+        # interval are not.
+        of_reals = any(
+            x.kind == "real" and not x.of_head for x in nodes.in_order(indices)
+        )
+        if not gathers or of_reals:
             value = "true" if not gathers else "false"
             return [
                 "    static constexpr bool READS = false;",
