@@ -21,8 +21,13 @@ template <class Real> struct ScoreExpression {
         slope = 1;
         return s * scale;
     }
-    // dmod += (df/da) ds for every array a that has a gradient; ds is that of f(x).
-    void add_gradients(Real, Real, int, int) const {}
+    // Sums of (df/da) ds for every array a that has a gradient, over a lane's pairs of a tile, which
+    // Pairs, a LaneGrid, tells; ds is the gradient of f(x) of query i and key j. finish_gradients
+    // adds them to global memory. By whole warps.
+    template <class Pairs> struct Gradients {};
+    template <class Pairs>
+    void add_gradients(Gradients<Pairs>&, const Pairs&, int, int, Real, Real) const {}
+    template <class Pairs> void finish_gradients(Gradients<Pairs>&, const Pairs&) const {}
 };
 
 struct MaskExpression {

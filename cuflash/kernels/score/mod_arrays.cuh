@@ -1,5 +1,5 @@
-// Reads of a user's arrays (mod_arrays) by score_mod and mask_mod, and additions to their
-// gradients. No index reads outside an array: -n to -1 count from the end, others read 0.
+// Reads of a user's arrays (mod_arrays) by score_mod and mask_mod. No index reads outside an array:
+// -n to -1 count from the end, others read 0.
 #pragma once
 #include "score/expression_functions.cuh"
 
@@ -148,27 +148,6 @@ inline auto gather(const ModArray<T, AXES>& array, Index... index) {
         if constexpr (WHOLE_WARP) return as_ends<To>(slice<End>(start, end, number));
         else return nothing_known<To>();
     }
-}
-
-// Sums of a gradient, as ModArray.
-template <class Real, int AXES> struct Sums {
-    Real* data;
-    int size[AXES];
-    i64 stride[AXES];
-};
-// sums[index, ...] += x, in no fixed order. Outside there is nothing to add to.
-template <class Real, int AXES, class... Index>
-inline void scatter(const Sums<Real, AXES>& sums, Real x, Index... index) {
-    if (x == Real(0)) return;
-    Place at{0, true};
-    const i64 indices[] = {static_cast<i64>(index)...};
-    #pragma unroll
-    for (int axis = 0; axis < AXES; ++axis) {
-        const i64 here = indices[axis] + (indices[axis] < 0 ? sums.size[axis] : 0);
-        at.inside &= static_cast<u64>(here) < static_cast<u64>(sums.size[axis]);
-        at.offset += here * sums.stride[axis];
-    }
-    if (at.inside) atomicAdd(sums.data + at.offset, x);
 }
 
 // A number of mod_arrays, from its bits.

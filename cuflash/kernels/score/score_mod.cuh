@@ -153,11 +153,18 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         }
     }
 
-    // Adds what a pair contributes to the gradients of the user's arrays (DMOD). ds: the gradient
-    // of its score, 0 of a masked pair.
-    void add_gradients(const Derivatives<Real>& derivatives, Real ds, int query, int key) const {
-        if constexpr (DMOD)
-            if (ds != 0) this->user.add_gradients(derivatives.argument, ds, query, key);
+    // Sums of a lane's pairs of a tile for the gradients of the user's arrays (DMOD). ds: the
+    // gradient of the score of query i and key j of `pairs` (lane_grid.cuh), 0 of a masked pair.
+    template <class Pairs>
+    using ArraySums = typename ScoreExpression<Real>::template Gradients<Pairs>;
+    template <class Pairs>
+    void add_gradients(ArraySums<Pairs>& sums, const Pairs& pairs, int i, int j,
+                       const Derivatives<Real>& derivatives, Real ds) const {
+        if constexpr (DMOD) this->user.add_gradients(sums, pairs, i, j, derivatives.argument, ds);
+    }
+    // After a tile's pairs, by whole warps.
+    template <class Pairs> void finish_gradients(ArraySums<Pairs>& sums, const Pairs& pairs) const {
+        if constexpr (DMOD) this->user.finish_gradients(sums, pairs);
     }
     Real score(Real product, Real distance, int query, int key) const {
         const Real bias = this->bias_of(query, key);

@@ -3,6 +3,7 @@
 #pragma once
 #include "sm90/backward_pair_bits.cuh"
 #include "score/dbias.cuh"
+#include "score/lane_grid.cuh"
 
 // Loads 16-bit biases; for a pair past the array's end, the bias of another pair. A warp has 16
 // keys, from key - lane / 4 on. It reads 8 queries by 8 keys at a time, in each lane two keys that
@@ -182,6 +183,11 @@ __device__ __forceinline__ void compute_p_of_user(
     }
 }
 
+// A lane's pairs, of which query_of(i) and key_of(i) are those of element i of its fragment.
+using FragmentPairs = LaneGrid<LaneAxis<S_REGS / 2, 2, 8, 0x03>, LaneAxis<2, 1, 8, 0x1C>>;
+constexpr int query_of(int i) { return i / 4 * 2 + i % 2; }
+constexpr int key_of(int i) { return i / 2 % 2; }
+
 // Adds dS^T, 0 at masked pairs, to the gradients of the user's arrays, which do not depend on
 // scores.
 __device__ __forceinline__ void add_dmods(
@@ -190,10 +196,12 @@ __device__ __forceinline__ void add_dmods(
         ScoreMod<float> score_mod(args);
         score_mod.set_head(args, pairs.batch, pairs.head);
         score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+        const FragmentPairs grid{pairs.query, pairs.key};
+        ScoreMod<float>::ArraySums<FragmentPairs> sums;
         #pragma unroll
         for (int i = 0; i < S_REGS; ++i)
-            score_mod.add_gradients(
-                {}, ds[i], pairs.query + (i / 4 * 8 + i % 2), pairs.key + i / 2 % 2 * 8);
+            score_mod.add_gradients(sums, grid, query_of(i), key_of(i), {}, ds[i]);
+        score_mod.finish_gradients(sums, grid);
     }
 }
 
