@@ -10,8 +10,9 @@
 // that CAUSAL and WINDOW leave count: a tile without any is NONE, and one that they cut may be
 // PARTLY where it is ALL.
 //
-// Grid: a warp a flag, key tiles fastest, then query tiles, heads and batches. Block: NUM_THREADS
-// threads.
+// Grid: a warp a flag. Flags lie key tiles fastest, then query tiles, heads and batches; those of a
+// block are as many apart as there are blocks, as undecided tiles are neighbours. Block:
+// NUM_THREADS threads.
 // Constants: Element, Arguments, MASK_MOD, CAUSAL, WINDOW, FLAGS_OF_GROUPS, MASK_BITS, BLOCK_Q,
 // BLOCK_K, NUM_THREADS. Shared memory: an int a warp.
 //
@@ -176,13 +177,14 @@ tile_flags(const __grid_constant__ Arguments args) {
                     * mask.num_tiles(shape.seqlen_q, BLOCK_Q)
                     * mask.num_tiles(shape.seqlen_k, BLOCK_K);
     const int members = MASK_OF_HEAD && FLAGS_OF_GROUPS ? heads_of_group(args) : 1;
-    const i64 first = i64(blockIdx.x) * TILES;
     const int warp = threadIdx.x / 32;
+    const auto flag_of = [](int warp) { return blockIdx.x + i64(warp) * gridDim.x; };
+    const i64 own = flag_of(warp);
     if (blockIdx.x == 0 && threadIdx.x == 0) clear_tile_counter(args);
 
     int flag = static_cast<int>(Visibility::NONE);
-    if (first + warp < count) {
-        const FlaggedTile tile = tile_of_flag(args, mask, first + warp, members);
+    if (own < count) {
+        const FlaggedTile tile = tile_of_flag(args, mask, own, members);
         flag = look_at_tile(args, mask, tile, members);
         if (MASK_BITS && flag == static_cast<int>(Visibility::NONE))
             clear_first_bits(args, mask, tile);
@@ -191,13 +193,13 @@ tile_flags(const __grid_constant__ Arguments args) {
     __syncthreads();                                        // flags are written
     for (int i = 0; i < TILES; ++i) {
         if (flags[i] != UNDECIDED) continue;
-        const FlaggedTile tile = tile_of_flag(args, mask, first + i, members);
+        const FlaggedTile tile = tile_of_flag(args, mask, flag_of(i), members);
         const int found = test_pairs(args, mask, tile, members);
         if (warp == i) flag = found;
     }
-    if (threadIdx.x % 32 == 0 && first + warp < count) {
-        const FlaggedTile tile = tile_of_flag(args, mask, first + warp, members);
+    if (threadIdx.x % 32 == 0 && own < count) {
+        const FlaggedTile tile = tile_of_flag(args, mask, own, members);
         flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
-        args.tile_flags[first + warp] = static_cast<unsigned char>(flag);
+        args.tile_flags[own] = static_cast<unsigned char>(flag);
     }
 }
