@@ -333,24 +333,30 @@ def option_launches(
 
 def count_tile_flags(problem: Problem, tile: Tile) -> int:
     """The flags of score/expression_flags.cuh; 0 without any."""
+    rows, tiles = _shape_of_flags(problem, tile)
+    return rows * tiles
+
+
+def _shape_of_flags(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """Batches times heads that flags tell apart, and the tiles of each."""
     mask = problem.mask_mod
     if mask is None or is_packed(problem):
-        return 0
+        return 0, 0
     of_groups = problem.direction.endswith("backward")
     heads = problem.num_heads_kv if of_groups else problem.num_heads_q
     count = (heads if "h" in mask.depends else 1) * (
         problem.batch if "b" in mask.depends else 1
     )
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
-    return count * q_tiles * ceil_div(problem.seqlen_k, tile.block_k)
+    return count, q_tiles * ceil_div(problem.seqlen_k, tile.block_k)
 
 
 def _tile_flag_launches(
     problem: Problem, tile: Tile, kind: str
 ) -> tuple[Launch, ...]:
     """Finds which tiles the user's mask hides, or leaves whole."""
-    count = count_tile_flags(problem, tile)
-    if count == 0:
+    rows, tiles = _shape_of_flags(problem, tile)
+    if rows == 0:
         return ()
     warps = ROW_THREADS // 32
     has_bits = kind == "Wgmma" and count_mask_words(problem, tile) > 0
@@ -370,7 +376,7 @@ def _tile_flag_launches(
         threads=ROW_THREADS,
         shared_bytes=4 * warps,
     )
-    return (Launch(kernel, ceil_div(count, warps)),)
+    return (Launch(kernel, rows * ceil_div(tiles, warps)),)
 
 
 # Bytes of the pairs' bits of a mask, if all tiles are partly visible: 32,768

@@ -10,11 +10,14 @@
 // that CAUSAL and WINDOW leave count: a tile without any is NONE, and one that they cut may be
 // PARTLY where it is ALL.
 //
-// Grid: a warp a flag. Flags lie key tiles fastest, then query tiles, heads and batches; those of a
-// block are as many apart as there are blocks, as undecided tiles are neighbours. Block:
+// Grid: a warp a flag. Flags lie key tiles fastest, then query tiles, heads and batches. A block's
+// are of one head, as many apart as the head has blocks: undecided tiles are neighbours. Block:
 // NUM_THREADS threads.
 // Constants: Element, Arguments, MASK_MOD, CAUSAL, WINDOW, FLAGS_OF_GROUPS, MASK_BITS, BLOCK_Q,
 // BLOCK_K, NUM_THREADS. Shared memory: an int a warp.
+//
+// Small: the kernel's instructions come from memory, which takes longer than most tiles, so loops
+// are not unrolled far.
 //
 // Bad at: masks that intervals cannot bound, where it tests every pair of every tile.
 #include "score/pair_mask.cuh"
@@ -31,15 +34,15 @@ struct FlaggedTile {
     bool is_cut, is_outside;
 };
 
+// row: batch and head; number: of the tile among theirs.
 inline FlaggedTile tile_of_flag(
-    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, i64 number, int members) {
-    const int q_tiles = mask.num_tiles(mask.seqlen_q, BLOCK_Q);
-    const int k_tiles = mask.num_tiles(mask.seqlen_k, BLOCK_K);
-    const int k_tile = number % k_tiles, q_tile = number / k_tiles % q_tiles;
-    const int row = number / k_tiles / q_tiles, heads = heads_of_flags(args);
+    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, u32 row, u32 number, int members) {
+    const u32 k_tiles = mask.num_tiles(mask.seqlen_k, BLOCK_K), heads = heads_of_flags(args);
+    const int q_tile = number / k_tiles, k_tile = number % k_tiles;
     const KeyTiles tiles = mask.key_tiles(q_tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
     return {
-        .batch = row / heads, .head = row % heads * members, .q_tile = q_tile, .k_tile = k_tile,
+        .batch = static_cast<int>(row / heads), .head = static_cast<int>(row % heads) * members,
+        .q_tile = q_tile, .k_tile = k_tile,
         .first_query = q_tile * BLOCK_Q,
         .last_query = min((q_tile + 1) * BLOCK_Q, mask.seqlen_q) - 1,
         .first_key = k_tile * BLOCK_K,
@@ -125,7 +128,7 @@ inline int test_pairs(
             const int row = first_row + word / 32 / TileBits::WORDS * 16;
             const int column = first_column + word / 32 % TileBits::WORDS * 64;
             u32 bits = 0, counted = 0;
-            #pragma unroll 4
+            #pragma unroll 2
             for (int j = 0; j < 8; ++j)
                 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
@@ -164,6 +167,7 @@ inline void clear_first_bits(
         : tile.k_tile == 0;
     if (!is_first) return;
     u32* bits = bits_of_tile(args, tile.batch, tile.q_tile, tile.k_tile);
+    #pragma unroll 1
     for (int word = threadIdx.x % 32; word < TileBits::COUNT; word += 32) bits[word] = 0;
 }
 
@@ -173,33 +177,32 @@ tile_flags(const __grid_constant__ Arguments args) {
     int* flags = reinterpret_cast<int*>(shared_bytes);      // of the block's tiles
     const Shape& shape = arrays_of(args).shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
-    const i64 count = i64(MASK_OF_BATCH ? shape.batch : 1) * heads_of_flags(args)
-                    * mask.num_tiles(shape.seqlen_q, BLOCK_Q)
-                    * mask.num_tiles(shape.seqlen_k, BLOCK_K);
+    const u32 count =
+        mask.num_tiles(shape.seqlen_q, BLOCK_Q) * mask.num_tiles(shape.seqlen_k, BLOCK_K);
+    const u32 blocks = (count + TILES - 1) / TILES, row = blockIdx.x / blocks;      // of a head
     const int members = MASK_OF_HEAD && FLAGS_OF_GROUPS ? heads_of_group(args) : 1;
     const int warp = threadIdx.x / 32;
-    const auto flag_of = [](int warp) { return blockIdx.x + i64(warp) * gridDim.x; };
-    const i64 own = flag_of(warp);
+    const auto number_of = [&](int warp) { return blockIdx.x % blocks + warp * blocks; };
+    const u32 own = number_of(warp);
     if (blockIdx.x == 0 && threadIdx.x == 0) clear_tile_counter(args);
 
     int flag = static_cast<int>(Visibility::NONE);
     if (own < count) {
-        const FlaggedTile tile = tile_of_flag(args, mask, own, members);
+        const FlaggedTile tile = tile_of_flag(args, mask, row, own, members);
         flag = look_at_tile(args, mask, tile, members);
         if (MASK_BITS && flag == static_cast<int>(Visibility::NONE))
             clear_first_bits(args, mask, tile);
+        flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
     }
     if (threadIdx.x % 32 == 0) flags[warp] = flag;
     __syncthreads();                                        // flags are written
+    #pragma unroll 1
     for (int i = 0; i < TILES; ++i) {
-        if (flags[i] != UNDECIDED) continue;
-        const FlaggedTile tile = tile_of_flag(args, mask, flag_of(i), members);
+        if ((flags[i] & VISIBILITY_OF_FLAG) != UNDECIDED) continue;
+        const FlaggedTile tile = tile_of_flag(args, mask, row, number_of(i), members);
         const int found = test_pairs(args, mask, tile, members);
-        if (warp == i) flag = found;
+        if (warp == i) flag = found | (flag & ~VISIBILITY_OF_FLAG);
     }
-    if (threadIdx.x % 32 == 0 && own < count) {
-        const FlaggedTile tile = tile_of_flag(args, mask, own, members);
-        flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
-        args.tile_flags[own] = static_cast<unsigned char>(flag);
-    }
+    if (threadIdx.x % 32 == 0 && own < count)
+        args.tile_flags[i64(row) * count + own] = static_cast<unsigned char>(flag);
 }
