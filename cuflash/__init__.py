@@ -28,11 +28,13 @@ from cuflash.api.derivatives import double_backward, jvp
 from cuflash.api.kvcache import forward_kvcache
 from cuflash.api.merging import merge_states
 from cuflash.api.rotary import apply_rotary
+from cuflash.api.tile_mask import TileMask, tile_mask
 from cuflash.api.vjp import vjp
 from cuflash.errors import (
     CompileError,
     CuflashError,
     DTypeError,
+    ExpressionError,
     GroupError,
     KernelFault,
     ShapeError,
@@ -46,9 +48,11 @@ __all__ = [
     "CompileError",
     "CuflashError",
     "DTypeError",
+    "ExpressionError",
     "GroupError",
     "KernelFault",
     "ShapeError",
+    "TileMask",
     "UnsupportedError",
     "ValueRangeError",
     "__version__",
@@ -62,6 +66,7 @@ __all__ = [
     "merge_states",
     "rotary_tables",
     "segment_ids",
+    "tile_mask",
     "vjp",
 ]
 

@@ -157,7 +157,7 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class HeadIndices:
+class Heads:
     """The sizes of a layer's arrays."""
 
     num_heads_q: int = 32
@@ -181,7 +181,7 @@ class HeadIndices:
 
 
 def bytes_sent(
-    shared: Sharded, heads: HeadIndices, rank: int, backward: bool = False
+    shared: Sharded, heads: Heads, rank: int, backward: bool = False
 ) -> int:
     """Bytes that a rank sends: its keys, and others' gradients back."""
     total = 0
@@ -213,7 +213,7 @@ class Predicted(NamedTuple):
 
 def predict(
     shared: Sharded,
-    heads: HeadIndices,
+    heads: Heads,
     *,
     flops_rate: float,
     link_rate: float,
@@ -228,7 +228,7 @@ def predict(
     Parameters
     ----------
     shared : Sharded
-    heads : HeadIndices
+    heads : Heads
     flops_rate : float
         Operations a second of one device: of a call with a step's shape.
     link_rate : float
@@ -246,7 +246,7 @@ def predict(
 
     >>> for size in (2, 16, 128, 1024):
     ...     time = predict(
-    ...         Sharded(size, 65536, causal=True), HeadIndices(),
+    ...         Sharded(size, 65536, causal=True), Heads(),
     ...         flops_rate=600e12, link_rate=300e9,
     ...     )
     ...     print(f"{size} ranks: {100 * time.efficiency:.0f} %")

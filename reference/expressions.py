@@ -401,6 +401,8 @@ def _dual(x: Any) -> Dual:
     """Return a number or a Dual as a Dual."""
     if isinstance(x, Dual):
         return x
+    if isinstance(x, np.ndarray) and not x.ndim:
+        x = x[()]  # a scalar of NumPy's, as a comparison passes it on
     if not isinstance(x, (bool, int, float, np.generic)):
         raise TypeError(f"{type(x).__name__} is no number of a pair")
     return Dual(x)

@@ -177,7 +177,8 @@ def forward(
         within it.
     mask_mod : callable, optional
         ``mask_mod(b, h, q_idx, kv_idx, *, ...)`` returns whether the pair is
-        visible; all other masks hold too. Tiles that it hides are skipped.
+        visible; all other masks hold too. Tiles that it hides are skipped. A
+        `TileMask` stands for its function and arrays.
     mod_arrays : dict, optional
         Arrays (bool, integers or floating-point numbers, up to 4 axes, any
         strides) and numbers that the two functions read, by name. An index
@@ -221,6 +222,7 @@ def forward(
     --------
     backward : the gradients.
     merge_states : attention over the union of two sets of keys.
+    tile_mask : which tiles a `mask_mod` leaves.
 
     Notes
     -----

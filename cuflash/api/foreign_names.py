@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from cuflash.api.tile_mask import function_of
 from cuflash.request import options as table
 
 __all__ = ["TABLE", "our_names", "refuse", "split_options", "unexpected"]
@@ -69,6 +70,8 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "v": (("v_new", "the values to append"),),
     "interleaved": (("rotary_interleaved", ""),),
     "rotary_interleaved": (("interleaved", ""),),
+    "block_mask": (("mask_mod", "each call finds its tiles"),),
+    "kernel_options": (("block_q", "and block_k"),),
     "query_seq_lengths": (
         ("cu_seqlens_q", "of packed sequences, or segment_ids_q"),
     ),
@@ -191,7 +194,7 @@ def split_options(
         See `unexpected`.
     """
     refuse(call, given, positional)
-    return table.split(given)
+    return table.split(function_of(given))
 
 
 def refuse(

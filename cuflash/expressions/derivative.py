@@ -35,6 +35,7 @@ def of_gathers(root: Node, slots: tuple[int, ...]) -> dict[Node, Node]:
 def _adjoints(root: Node) -> dict[Node, Node]:
     """The derivatives of the root by each node, those that are 0 left out."""
     found: dict[Node, Node] = {root: constant(1.0)}
+    moving = _moving(root)
     for node in reversed(nodes.in_order([root])):
         adjoint = found.get(node)
         if adjoint is None or node.op not in FUNCTIONS:
@@ -44,7 +45,7 @@ def _adjoints(root: Node) -> dict[Node, Node]:
             continue
         by_args = partials(node, node.args)
         for arg, partial in zip(node.args, by_args, strict=True):
-            if partial is None or not _moves(arg):
+            if partial is None or arg not in moving:
                 continue
             term = _product(adjoint, partial)
             if nodes.same_constant(term, 0):
@@ -55,33 +56,34 @@ def _adjoints(root: Node) -> dict[Node, Node]:
 
 
 def _product(adjoint: Node, partial: Node) -> Node:
-    """0 where the adjoint is, though the partial derivative may be NaN."""
+    """0 where the adjoint is, though the partial derivative may be NaN.
+
+    And where a branch was not taken, though the adjoint may be infinite.
+    """
     if adjoint.is_constant:
         return apply("multiply", adjoint, partial)
-    if partial.is_constant:
+    if partial.op == "where":
+        taken, *branches = partial.args
+        if all(nodes.same_constant(x, 0) or nodes.same_constant(x, 1)
+               for x in branches):  # fmt: skip
+            none = constant(0.0)
+            return apply("where", taken, *(
+                adjoint if x.value else none for x in branches
+            ))  # fmt: skip
+    if partial.is_constant and nodes.finite(partial.value):
         return apply("multiply", partial, adjoint)
     return apply("product_if", adjoint, partial)
 
 
-@functools.lru_cache(maxsize=65536)
-def _moves_alone(node: Node) -> bool:
-    return node.op == "score" or node.op == "gather" and node.kind == "real"
-
-
-def _moves(node: Node) -> bool:
-    """Whether a node may have a derivative by the score or a gather."""
-    return node.kind == "real" and node in _moving(node)
-
-
-@functools.lru_cache(maxsize=4096)
-def _moving(root: Node) -> frozenset[Node]:
-    """Of the nodes that a root needs, those that may move."""
+def _moving(root: Node) -> set[Node]:
+    """The nodes that may have a derivative by the score or a gather."""
     found: set[Node] = set()
     for node in nodes.in_order([root]):
-        moved = node.kind == "real" and any(x in found for x in node.args)
-        if _moves_alone(node) or moved and node.op in FUNCTIONS:
+        leaf = node.op in ("score", "gather")
+        moved = node.op in FUNCTIONS and not found.isdisjoint(node.args)
+        if node.kind == "real" and (leaf or moved):
             found.add(node)
-    return frozenset(found)
+    return found
 
 
 def reach(roots: Iterable[Node]) -> frozenset[int]:

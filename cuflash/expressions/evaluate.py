@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from cuflash.errors import ValueRangeError
 from cuflash.expressions import nodes, ranges
 from cuflash.expressions.functions import FUNCTIONS
 from cuflash.expressions.nodes import Node
+
+_QUERY, _KEY = nodes.index("q_idx"), nodes.index("kv_idx")
 
 # Smaller arrays are not worth a buffer.
 LEAST_BUFFER = 4096
@@ -73,6 +75,23 @@ class Buffers:
         """Take all again: what was computed before is no longer needed."""
         for array in [*self._lent.values()]:
             self.give_back(array)
+
+
+class Place(NamedTuple):
+    """Where a gather reads, among an array's elements in C order.
+
+    Attributes
+    ----------
+    first : int
+        What all pairs share of it.
+    rest : ndarray of int
+        Added to it; 0 outside.
+    inside : ndarray of bool
+    """
+
+    first: int
+    rest: np.ndarray
+    inside: np.ndarray
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,14 +162,12 @@ class Values:
             if value is not result:
                 buffers.give_back(value)
 
-    def place(self, gather: Node) -> tuple[Any, Any]:
-        """Where a gather reads among the elements in C order, and if inside.
-
-        0 where it is not. Its indices have to be known.
-        """
+    def place(self, gather: Node) -> Place:
+        """Where a gather reads. Its indices have to be known."""
         shape = self._given.arrays[gather.value[0]].shape
-        place: Any = np.int64(0)
-        inside, stride = np.True_, 1
+        first, stride = 0, 1
+        rest: Any = None
+        inside: Any = np.True_
         for node, size in zip(gather.args[::-1], shape[::-1], strict=True):
             index = np.asarray(self._known[node])
             low, high = (index.min(), index.max()) if index.size else (0, 0)
@@ -159,10 +176,46 @@ class Values:
             if low < -size or high >= size:
                 within = (index >= 0) & (index < size)
                 inside, index = inside & within, np.where(within, index, 0)
-            wide = index.astype(np.int64, copy=False)
-            place = place + (wide if stride == 1 else wide * stride)
+            if index.size == 1:
+                first += int(index.item()) * stride
+            else:
+                wide = index.astype(np.int64, copy=False)
+                part = wide if stride == 1 else wide * stride
+                rest = part if rest is None else rest + part
             stride *= size
-        return place, inside
+        return Place(
+            first, np.zeros((), int) if rest is None else rest, inside
+        )
+
+    def block(self, gather: Node, array: np.ndarray) -> np.ndarray | None:
+        """The block that a gather reads, of an array with its array's shape.
+
+        A view, broadcastable to all pairs; None if it does not read one:
+        with an index of the head's, or q_idx or kv_idx once, on each axis.
+        """
+        index: list[int | slice] = []
+        tokens = []
+        for node, size in zip(gather.args, array.shape, strict=True):
+            value = np.asarray(self._known[node])
+            first = int(value.flat[0]) if value.size else size
+            if node in (_QUERY, _KEY):
+                stop = first + value.size
+                if node in tokens or value.size and value.flat[-1] + 1 != stop:
+                    return None
+                index.append(slice(first, stop))
+                tokens.append(node)
+            else:
+                first += size if first < 0 else 0
+                stop = first + value.size
+                index.append(first)
+                if value.size > 1:
+                    return None
+            if first < 0 or stop > size:
+                return None
+        view = array[(*index, ...)]  # never a number
+        if tokens == [_KEY, _QUERY]:
+            return view.T
+        return view[:, None] if tokens == [_QUERY] else view
 
     def _computed(self, node: Node, dead: tuple[Node, ...]) -> Any:
         if node.is_constant:
@@ -216,22 +269,27 @@ class Values:
 
     def _gathered(self, node: Node) -> Any:
         slot, dtype = node.value[0], self._dtype(node)
+        array = self._given.arrays[slot]
+        block = self.block(node, array)
+        if block is not None:
+            with np.errstate(over="ignore"):
+                return block.astype(dtype, copy=False)
         elements = self._given.flat(slot)
-        place, inside = self.place(node)
+        first, place, inside = self.place(node)
         if self._given.check and not (elements.size and np.all(inside)):
             raise ValueRangeError(
                 f"mod_arrays[{slot}] is read outside its shape"
-                f" {self._given.arrays[slot].shape}, expected indices within:"
+                f" {array.shape}, expected indices within:"
                 " CUFLASH_CHECK=1 does not let them read 0"
             )
         if not elements.size:
             return np.zeros(np.shape(place), dtype)
         value: np.ndarray
         if self._buffers is None or np.size(place) < LEAST_BUFFER:
-            value = elements.take(place)
+            value = elements[first:].take(place)
         else:
             value = self._buffers.take(place.shape, elements.dtype)
-            elements.take(place, out=value, mode="clip")
+            elements[first:].take(place, out=value, mode="clip")
         with np.errstate(over="ignore"):
             value = value.astype(dtype, copy=False)
         if np.all(inside):

@@ -51,6 +51,11 @@ class Function:
     partials: Partials | None = None
     least: Kind = "bool"
 
+    @property
+    def operands(self) -> int:
+        """How many it takes."""
+        return _OPERANDS.get(self.name, 2)
+
 
 # ---- What differs between Python, NumPy and C, written out ----
 
@@ -117,10 +122,10 @@ def _of_remainder(_: Node, args: tuple[Node, ...]) -> tuple[Node, ...]:
 def _of_power(y: Node, args: tuple[Node, ...]) -> tuple[Node, Node | None]:
     x, p = args
     below = apply("power", x, apply("subtract", p, constant(1.0)))
-    by_base = apply("multiply", p, below)
+    by_base = apply("product_if", p, below)  # of x^0: 0, also at 0
     if p.is_constant:
         return by_base, None
-    return by_base, apply("multiply", y, apply("log", x))
+    return by_base, apply("product_if", y, apply("log", x))
 
 
 def _of_choice(_: Node, args: tuple[Node, ...]) -> tuple[Node | None, ...]:
@@ -276,6 +281,12 @@ _OTHERS = (
     ),
 )  # fmt: skip
 
+_OPERANDS = {
+    **dict.fromkeys([row.name for row in _REALS], 1),
+    "negative": 1, "absolute": 1, "sign": 1, "isnan": 1, "isinf": 1,
+    "invert": 1, "to_int": 1, "to_real": 1, "where": 3,
+}  # fmt: skip
+
 _ALL = (*_REALS, *_ARITHMETIC, *_TRUTHS, *_BITS, *_OTHERS)
 FUNCTIONS = {row.name: row for row in _ALL}
 
@@ -316,11 +327,26 @@ def apply(name: str, *args: Node) -> Node:
     kind: Kind = widest if row.result == "same" else row.result
     if row.result in ("same", "real"):
         operands = tuple(converted(x, kind) for x in operands)
+    elif row.result == "bool":
+        if row.least == "real" and operands[0].kind != "real":
+            return constant(False)  # an int is neither NaN nor infinite
+        operands = _compared(name, operands)
     operands = *condition, *operands
     if all(x.is_constant for x in operands):
         return constant(_folded(row, kind, [x.value for x in operands]))
     same = _unchanged(name, operands)
     return same or nodes.make(name, kind, operands)
+
+
+def _compared(name: str, operands: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Bools as ints, but for whether two of them are equal."""
+    kinds = {x.kind for x in operands}
+    equality = name in ("equal", "not_equal")
+    if "bool" not in kinds or kinds == {"bool"} and equality:
+        return operands
+    return tuple(
+        converted(x, "int") if x.kind == "bool" else x for x in operands
+    )
 
 
 def _folded(row: Function, kind: Kind, values: list[Any]) -> Any:

@@ -2,11 +2,11 @@
 
 An interval is a pair of arrays, its ends, with one element a tile; that of a
 bool is whether it is true of all pairs, and of any. Every value of every pair
-lies within, so that a mask whose interval is false hides the tile. Ends of
-ints are as float64 holds them exactly, those of reals have the
+lies within, so that a mask whose interval is false hides the tile. The ends of
+ints are float64, as long as it holds them exactly. Those of reals have the
 dtype in which values are computed: rounding is monotone, so ends that are
-rounded like values bound them. What is not known is infinite. A NaN may hide
-behind an infinite end, so no operation makes a finite one of it.
+rounded like values bound them. An end that is not known is infinite. A NaN may
+hide behind it, so no operation makes a finite end of an infinite one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from cuflash.expressions.nodes import Node
 Interval = tuple[Any, Any]
 
 LARGEST_INT = 2.0**53  # float64 holds all ints up to it
+# Longer slices are not looked at, nor are those of larger arrays.
+LONGEST_SLICE, LARGEST_ARRAY = 4096, 2**24
 NONE, PARTLY, ALL = 0, 1, 2  # as the kernels' Visibility
 
 
@@ -33,8 +35,10 @@ class Intervals:
     ----------
     leaves : mapping of Node to Interval
         Of indices and lengths: the first and the last of each tile.
-    arrays, numbers, real
-        As in `evaluate.Values`.
+    numbers : sequence
+        Of `mod_arrays`, by slot.
+    real : dtype
+        That in which reals are computed.
     extremes : Extremes
         Of the arrays.
     """
@@ -95,7 +99,7 @@ class Intervals:
         return self._bounded(node, value, value)
 
     def _bounded(self, node: Node, low: Any, high: Any) -> Interval:
-        """Ends that bound; of a bool, those that are unknown are a half."""
+        """Ends that hold, infinite where they do not; a bool may be either."""
         if node.kind == "bool":
             if np.asarray(low).dtype != bool:
                 return np.False_, np.True_
@@ -287,6 +291,11 @@ class Extremes:
             low, high, leaves = _within(interval, size)
             places.append((low, high))
             outside = outside | leaves
+        if wide:
+            first, last = places[wide[0]]
+            longest = (last - first).max(initial=0) + 1
+            if longest > LONGEST_SLICE or array.size > LARGEST_ARRAY:
+                return self._unknown(array)
         axis = wide[0] if wide else array.ndim - 1
         low, high = self._slice(slot, axis, places) if places else (
             array[()], array[()]
@@ -305,7 +314,10 @@ class Extremes:
         return -np.inf, np.inf
 
     def _slice(self, slot: int, axis: int, places: list[Interval]) -> Interval:
-        """Of each tile's slice along an axis: two runs that cover it."""
+        """The ends of each tile's slice along an axis.
+
+        Two runs of 2^n elements cover it: its first and its last.
+        """
         low, high = places[axis]
         level = np.frexp(high - low + 1)[1] - 1
         levels = self._levels(slot, axis, int(level.max(initial=0)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, Literal
 
 Kind = Literal["bool", "int", "real"]
@@ -107,8 +107,10 @@ def index(name: str) -> Node:
 SCORE = make("score", "real")
 
 
-def in_order(roots: Iterable[Node]) -> list[Node]:
+def in_order(roots: Iterable[Node], known: Container[Node] = ()) -> list[Node]:
     """All nodes that roots need, operands before what uses them.
+
+    Operands that are known are left out, and so is what they need.
 
     Without recursion: a graph may be deeper than Python's stack.
     """
@@ -116,7 +118,7 @@ def in_order(roots: Iterable[Node]) -> list[Node]:
     stack = [*reversed([*roots])]
     while stack:
         node = stack[-1]
-        missing = [x for x in node.args if x not in found]
+        missing = [x for x in node.args if x not in found and x not in known]
         if missing:
             stack += reversed(missing)
         else:

@@ -6,8 +6,8 @@ index that cannot be negative.
 
 from __future__ import annotations
 
-import functools
 import math
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -70,12 +70,18 @@ def _shift(a: Range, b: Range, left: bool) -> Range:
 
 
 def _bits(a: Range, b: Range) -> Range:
-    """Of &, | and ^ : as many bits as the larger operand."""
-    most = max(abs(x) for x in (*a, *b))
-    if math.isinf(most):
+    """Of | and ^ : as many bits as the larger operand."""
+    low, high = min(a[0], b[0], 0), max(a[1], b[1], 0)
+    if math.isinf(low) or math.isinf(high):
         return _ALL
-    power = 2.0 ** math.ceil(math.log2(most + 2))
-    return (0 if min(a[0], b[0]) >= 0 else -power), power
+    power = 1 << int(max(high, -low - 1)).bit_length()
+    return (-power if low < 0 else 0), power - 1
+
+
+def _and(a: Range, b: Range) -> Range:
+    """Not above an operand that is not negative."""
+    highs = [high for low, high in (a, b) if low >= 0]
+    return (0, min(highs)) if highs else _bits(a, b)
 
 
 _OPERATIONS: dict[str, Callable[..., Range]] = {
@@ -92,7 +98,7 @@ _OPERATIONS: dict[str, Callable[..., Range]] = {
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "where": lambda _, a, b: (min(a[0], b[0]), max(a[1], b[1])),
-    "bitwise_and": _bits,
+    "bitwise_and": _and,
     "bitwise_or": _bits,
     "bitwise_xor": _bits,
     "invert": lambda a: (-a[1] - 1, -a[0] - 1),
@@ -102,12 +108,7 @@ _OPERATIONS: dict[str, Callable[..., Range]] = {
 }  # fmt: skip
 
 
-@functools.lru_cache(maxsize=65536)
-def _known(root: Node) -> dict[Node, Range]:
-    found: dict[Node, Range] = {}
-    for node in nodes.in_order([root]):
-        found[node] = _of(node, [found[x] for x in node.args])
-    return found
+_KNOWN: weakref.WeakKeyDictionary[Node, Range] = weakref.WeakKeyDictionary()
 
 
 def _of(node: Node, args: list[Range]) -> Range:
@@ -127,12 +128,18 @@ def _of(node: Node, args: list[Range]) -> Range:
     if node.op == "number":
         return _ALL
     low, high = _OPERATIONS[node.op](*args)
-    return (low, high) if low <= high else _ALL
+    fits = -(2**63) <= low <= high < 2**63  # what does not may be anything
+    return (low, high) if fits else _ALL
 
 
 def range_of(node: Node) -> Range:
     """The smallest and the largest value that an int may have."""
-    return _known(node)[node]
+    known = _KNOWN.get(node)
+    if known is None:
+        for x in nodes.in_order([node], _KNOWN):
+            _KNOWN[x] = _of(x, [_KNOWN[y] for y in x.args])
+        known = _KNOWN[node]
+    return known
 
 
 def fits_int32(node: Node) -> bool:
@@ -140,13 +147,17 @@ def fits_int32(node: Node) -> bool:
     return _INT32[0] <= low and high <= _INT32[1]
 
 
-@functools.lru_cache(maxsize=65536)
-def is_wide(root: Node) -> bool:
+_WIDE: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
+
+
+def is_wide(node: Node) -> bool:
     """Whether an int is computed in 64 bits."""
-    found: dict[Node, bool] = {}
-    for node in nodes.in_order([root]):
-        found[node] = _is_wide(node, [found[x] for x in node.args])
-    return found[root]
+    known = _WIDE.get(node)
+    if known is None:
+        for x in nodes.in_order([node], _WIDE):
+            _WIDE[x] = _is_wide(x, [_WIDE[y] for y in x.args])
+        known = _WIDE[node]
+    return known
 
 
 def _is_wide(node: Node, args: list[bool]) -> bool:

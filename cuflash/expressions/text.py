@@ -82,7 +82,11 @@ def _score_struct(
             *header,
             "    template <class Arguments>",
             "    void set_head(const Arguments&, int, int, int, int) {}",
+            "    static constexpr bool READS = false;",
+            "    bool reads_inside(int, int, int, int) const { return true; }",
+            "    template <bool INSIDE = false>",
             "    Real score(Real x, int, int) const { return x; }",
+            "    template <bool INSIDE = false>",
             "    Real score(Real x, int, int, Real& slope) const {",
             "        slope = 1;",
             "        return x;",
@@ -93,7 +97,7 @@ def _score_struct(
     slope = derivative.slope(score)
     scatters = derivative.of_gathers(score, dmods) if dmods else {}
     needed = [score, slope, *scatters, *scatters.values()]
-    body = _Body(needed, arrays, exact=False)
+    body = _Body(needed, arrays, exact=False, scatters=bool(scatters))
     pair = "(Real x, int query, int key"
     return [
         *header,
@@ -103,16 +107,19 @@ def _score_struct(
         _SET_HEAD,
         *body.set_head,
         "    }",
-        f"    Real score{pair}) const {{",
+        *body.reads_inside([score, slope]),
+        f"    template <bool INSIDE = false> Real score{pair}) const {{",
         *body.lines([score]),
         f"        return {body.name(score)};",
         "    }",
+        "    template <bool INSIDE = false>",
         f"    Real score{pair}, Real& slope) const {{",
         *body.lines([score, slope]),
         f"        slope = {body.name(slope)};",
         f"        return {body.name(score)};",
         "    }",
         "    void add_gradients(Real x, Real ds, int query, int key) const {",
+        *body.not_inside([*scatters.values(), *_indices(scatters)]),
         *body.lines([*scatters.values(), *_indices(scatters)]),
         *(x for g, by in scatters.items() for x in body.scatter(g, by)),
         "    }",
@@ -184,9 +191,14 @@ class _Body:
     """
 
     def __init__(
-        self, roots: Sequence[Node], arrays: Sequence[ArrayKind], exact: bool
+        self,
+        roots: Sequence[Node],
+        arrays: Sequence[ArrayKind],
+        exact: bool,
+        scatters: bool = False,
     ) -> None:
         self._arrays, self._exact = arrays, exact
+        self._scatters = scatters
         every = nodes.in_order(roots)
         self._names = {x: f"n{i}" for i, x in enumerate(every)}
         self._wide = {x: ranges.is_wide(x) for x in every}
@@ -208,6 +220,9 @@ class _Body:
                     f"        {declared}{self._names[node]} ="
                     f" {self._value(node)};"
                 )
+        if gathers or self._scatters:
+            self.members.append("    const Arguments* args = nullptr;")
+            self.set_head.insert(0, "        this->args = &args;")
         for gather in gathers:
             self._keep_view(gather)
 
@@ -299,22 +314,73 @@ class _Body:
         )
 
     def _fused(self, node: Node) -> str | None:
-        """a b + c of a score is rounded once."""
-        if self._exact or node.op != "add" or node.kind != "real":
+        """a b + c of a score is rounded once, and so are its differences."""
+        if self._exact or node.kind != "real":
             return None
-        for product, other in (node.args, node.args[::-1]):
-            if product.op == "multiply" and not product.of_head:
-                names = map(self.name, (*product.args, other))
-                return f"ex::multiply_add({', '.join(names)})"
+        if node.op not in ("add", "subtract"):
+            return None
+        first, second = node.args
+        minus = "-" * (node.op == "subtract")
+        if _is_product(second):
+            a, b = map(self.name, second.args)
+            return f"ex::multiply_add({minus}{a}, {b}, {self.name(first)})"
+        if _is_product(first):
+            a, b = map(self.name, first.args)
+            return f"ex::multiply_add({a}, {b}, {minus}{self.name(second)})"
         return None
 
     # ---- Arrays ----
 
     def _gather(self, node: Node, kind: str) -> str:
-        warp = "WHOLE_WARP" if self._exact and not node.of_head else "false"
+        if node.of_head:
+            how = "false"
+        else:
+            how = "WHOLE_WARP" if self._exact else "false, INSIDE"
         free = _free(node) if not node.of_head else [*range(len(node.args))]
         indices = "".join(f", {self.name(node.args[x])}" for x in free)
-        return f"ex::gather<{kind}, {warp}>({self._view(node)}{indices})"
+        return f"ex::gather<{kind}, {how}>({self._view(node)}{indices})"
+
+    def not_inside(self, roots: Sequence[Node]) -> list[str]:
+        """The constant for reads in functions that do not test ranges."""
+        if all(x.of_head for x in nodes.gathers(roots)):
+            return []
+        return ["        constexpr bool INSIDE = false;"]
+
+    def reads_inside(self, roots: Sequence[Node]) -> list[str]:
+        """Whether all reads of a tile's pairs are inside the arrays.
+
+        The tests of each index are then left out: `INSIDE`.
+        """
+        gathers = [x for x in nodes.gathers(roots) if not x.of_head]
+        indices = dict.fromkeys(
+            y for x in gathers for y in x.args if not y.of_head
+        )
+        of_score = any("score" in x.depends for x in indices)
+        if not gathers or of_score:
+            value = "true" if not gathers else "false"
+            return [
+                "    static constexpr bool READS = false;",
+                "    bool reads_inside(int, int, int, int) const {",
+                f"        return {value};",
+                "    }",
+            ]
+        tests = [
+            f"ex::holds({self._view(x)}.size[{axis}], {self.name(x.args[i])})"
+            for x in gathers
+            for axis, i in enumerate(_free(x))
+        ]
+        return [
+            "    static constexpr bool READS = true;",
+            "    bool reads_inside(",
+            "        int first_query, int last_query, int first_key, int"
+            " last_key) const {",
+            *self.not_inside([*indices]),
+            "        const ex::Interval<int> query{first_query, last_query};",
+            "        const ex::Interval<int> key{first_key, last_key};",
+            *self.lines([*indices]),
+            "        return " + "\n            && ".join(tests) + ";",
+            "    }",
+        ]
 
     def _element(self, node: Node) -> str:
         return _ELEMENTS[node.value[1]]
@@ -350,9 +416,6 @@ class _Body:
 
         If they lead outside, no element is left.
         """
-        if "    const Arguments* args = nullptr;" not in self.members:
-            self.members.append("    const Arguments* args = nullptr;")
-            self.set_head.insert(0, "        this->args = &args;")
         slot, free = node.value[0], _free(node)
         fixed = [x for x in range(len(node.args)) if x not in free]
         if not fixed or _view_key(node) in self._views:
@@ -396,6 +459,11 @@ class _Body:
             f"            {{{', '.join(sizes)}}}, {{{', '.join(strides)}}}}},",
             f"            ex::product_if(ds, {self.name(by)}){indices});",
         ]
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a node is a product that is computed for each pair."""
+    return node.op == "multiply" and not node.of_head
 
 
 def _free(gather: Node) -> list[int]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dis
 import inspect
+import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,11 +28,15 @@ from cuflash.expressions.functions import (
     converted,
 )
 from cuflash.expressions.nodes import INDICES, LENGTHS, SCORE, Kind, Node
+from cuflash.expressions.remember import Same, fingerprint
 
 # A graph of more nodes is a loop that its author did not mean to unroll.
 MOST_NODES = 2000
 
-_HERE = str(Path(__file__).parent)
+# Files of these folders are never the user's.
+_OURS_AND_THEIRS = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (__file__, np.__file__)
+)
 _POSITIONAL = {
     "score_mod": ("score", *INDICES),
     "mask_mod": INDICES,
@@ -69,13 +74,23 @@ class Given:
 # ---- Errors ----
 
 
+def _is_users(file: str) -> bool:
+    """Whether code of that file is the user's; typed text is, as <stdin>."""
+    if file.startswith(("<__array_function__", "<frozen ")):
+        return False
+    torch = sys.modules.get("torch")
+    of_torch = getattr(torch, "__file__", None)
+    if of_torch and file.startswith(f"{Path(of_torch).parent}{os.sep}"):
+        return False
+    return not file.startswith(_OURS_AND_THEIRS)
+
+
 def _place() -> str:
     """The user's file and line, by the first frame that is not ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        ours = file.startswith(_HERE) or f"{Path('/numpy/')}" in file
-        if not ours and not file.startswith("<"):
+        if _is_users(file):
             return f"{file}, line {frame.f_lineno}"
         frame = frame.f_back
     return "unknown place"
@@ -197,10 +212,10 @@ class Symbol:
         return _called("~", "invert", (self,))
 
     def __floor__(self) -> Symbol:
-        return _called("floor", "floor", (self,)).int()
+        return _called("math.floor", "floor", (self,)).int()
 
     def __ceil__(self) -> Symbol:
-        return _called("ceil", "ceil", (self,)).int()
+        return _called("math.ceil", "ceil", (self,)).int()
 
     def __trunc__(self) -> Symbol:
         return self.int()
@@ -250,7 +265,6 @@ class ArraySymbol:
     """An array of `mod_arrays`: to be indexed by ints."""
 
     __slots__ = ("kind", "name", "slot")
-    __array_ufunc__ = None
 
     def __init__(self, name: str, slot: int, kind: ArrayKind) -> None:
         self.name, self.slot, self.kind = name, slot, kind
@@ -310,14 +324,16 @@ class ArraySymbol:
             "a score_mod or mask_mod only reads",
         )
 
-    def _used(self, *_: Any) -> NoReturn:
+    def _used(self, *_: Any, **__: Any) -> NoReturn:
         refuse(
             f"mod_arrays[{self.name!r}] is used as a number",
             f"read an element of it: {self.name}[...]",
         )
 
 
+ArraySymbol.__array_ufunc__ = ArraySymbol._used  # type: ignore[attr-defined]
 for _short in (
+    "array_function",
     *(x for _, x, _ in _OPERATORS),
     *(f"r{x}" for _, x, _ in _OPERATORS if x not in _COMPARISONS),
     *("neg", "abs", "invert", "bool", "len", "iter", "float", "int"),
@@ -330,9 +346,12 @@ def node_of(value: Any, what: str) -> Node:
     """The node of an operand."""
     if isinstance(value, Symbol):
         return value.node
-    if isinstance(value, np.generic):
+    # NumPy's scalars pass themselves on as arrays of no axes in comparisons.
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if nodes.is_number(value):
+        if type(value) is int and not -(2**63) < value < 2**63:
+            refuse(f"{what} is {value}", "expected an int of 64 bits")
         return nodes.constant(value)
     if isinstance(value, ArraySymbol):
         value._used()
@@ -357,6 +376,8 @@ def _kind_of_dtype(dtype: Any) -> Kind:
             name = np.dtype(name if "." in str(dtype) else dtype).name
         except TypeError:
             name = "float" if "float" in name else name
+    if name.startswith(("complex", "object", "str", "datetime")):
+        refuse(f"a conversion to {name}", "write x.astype(int) or float")
     if name.startswith("bool"):
         return "bool"
     return "int" if name.startswith(("int", "uint", "long")) else "real"
@@ -411,14 +432,23 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
             " << and >>, and of NumPy's functions "
             + ", ".join(sorted({x.name for x in BY_UFUNC.values()} - _OURS)),
         )
-    name = BY_UFUNC[name].name
+    row = BY_UFUNC[name]
+    name = row.name
+    if len(operands) != row.operands:
+        refuse(
+            f"{words} of {len(operands)} values",
+            f"expected {row.operands}",
+        )
     _check_kinds(words, name, operands)
+    if name in _TO_WHOLE and operands[0].kind != "real":
+        return Symbol(converted(operands[0], "int"))
     if name == "power":
         return _limited(_power(words, *operands))
     return _limited(apply(name, *operands))
 
 
 _OURS = {"to_int", "to_real", "product_if"}
+_TO_WHOLE = "floor", "ceil", "trunc", "rint"
 _BITWISE = (
     "bitwise_and", "bitwise_or", "bitwise_xor", "invert", "left_shift",
     "right_shift",
@@ -445,6 +475,8 @@ def _composed(name: str, x: Node) -> Node:
 def _power(words: str, x: Node, exponent: Node) -> Node:
     """A power; by a small whole constant, products."""
     small = exponent.is_constant and exponent.value in (0, 1, 2, 3, 4)
+    if small and exponent.kind == "real":
+        x = converted(x, "real")
     if small:
         result = nodes.constant(1) if x.kind != "real" else nodes.constant(1.0)
         for _ in range(int(exponent.value)):
@@ -539,7 +571,7 @@ def _of_failure(error: Exception, at: str) -> str:
     place, trace = at, error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_HERE) and f"{Path('/numpy/')}" not in file:
+        if _is_users(file):
             place = f"{file}, line {trace.tb_lineno}"
         trace = trace.tb_next
     advice = ""
@@ -548,6 +580,8 @@ def _of_failure(error: Exception, at: str) -> str:
             ": if it reads an array, pass it by mod_arrays and name it among"
             " the function's keyword arguments: def f(..., *, table)"
         )
+    if isinstance(error, AttributeError):
+        advice = ": write NumPy's function, np.exp(x), or x.astype(int)"
     return f"{place}: {type(error).__name__}: {error}{advice}"
 
 
@@ -627,8 +661,8 @@ def _result(result: Any, role: str, at: str) -> Node:
         result = result.item()
     if not isinstance(result, Symbol) and not nodes.is_number(result):
         raise ExpressionError(
-            f"{at}: it returns {in_words(result)}, expected {wanted} made of"
-            " its arguments"
+            f"{at}: its result is {in_words(result)}, expected {wanted} made"
+            " of its arguments"
         )
     node = node_of(result, "the result")
     if role == "mask_mod":
@@ -663,99 +697,40 @@ _FAULTS: dict[CodeType, list[tuple[int | None, str, str]]] = {}
 def _faults(code: CodeType) -> list[tuple[int | None, str, str]]:
     """Lines that compare with ``is`` or change what lies outside."""
     if code not in _FAULTS:
-        found, line, last = [], None, ""
-        for x in dis.get_instructions(code):
-            line = getattr(x, "line_number", None) or x.starts_line or line
-            line = code.co_firstlineno if line is True else line
-            if x.opname == "IS_OP" and last != "LOAD_CONST":
-                found.append((
-                    line, "it compares with `is`, which tells nothing of a"
-                    " traced value", "write == or !=",
-                ))  # fmt: skip
-            if x.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR") or (
-                x.opname == "STORE_DEREF" and x.argval in code.co_freevars
-            ):
-                found.append((
-                    line, f"it stores {x.argval!r}, which lies outside",
-                    "it is called once, not once a pair: return what you"
-                    " compute",
-                ))  # fmt: skip
-            last = x.opname
-        _FAULTS[code] = found
+        _FAULTS[code] = [*_faults_within(code, frozenset(code.co_freevars))]
     return _FAULTS[code]
 
 
+def _faults_within(
+    code: CodeType, outside: frozenset[str]
+) -> Iterator[tuple[int | None, str, str]]:
+    """Those of a code; `outside` is named what the function did not make."""
+    line: int | None = None
+    last = ""
+    for x in dis.get_instructions(code):
+        here = getattr(x, "line_number", None) or x.starts_line
+        if here and here is not True:
+            line = here
+        if x.opname == "IS_OP" and last != "LOAD_CONST":
+            yield (
+                line, "it compares with `is`, which tells nothing of a traced"
+                " value", "write == or !=",
+            )  # fmt: skip
+        if x.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR") or (
+            x.opname in ("STORE_DEREF", "DELETE_DEREF") and x.argval in outside
+        ):
+            yield (
+                line, f"it stores {x.argval!r}, which lies outside",
+                "it is called once, not once a pair: return what you compute",
+            )  # fmt: skip
+        last = x.opname
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            own = frozenset(inner.co_freevars) & outside
+            yield from _faults_within(inner, own)
+
+
 # ---- Remembering ----
-
-
-class _Same:
-    """A value that only itself equals; kept alive by the key it is in."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-_GLOBALS: dict[CodeType, tuple[str, ...]] = {}
-_DEEPEST = 8  # of functions that call functions
-
-
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    found = _GLOBALS.get(code)
-    if found is None:
-        names = [
-            x.argval
-            for x in dis.get_instructions(code)
-            if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        ]
-        for inner in code.co_consts:
-            if isinstance(inner, CodeType):
-                names += _global_names(inner)
-        found = _GLOBALS[code] = tuple(dict.fromkeys(names))
-    return found
-
-
-def _content(value: Any, depth: int) -> Any:
-    """A value by what a function reads of it."""
-    kind = type(value)
-    if kind in (int, float, bool, str, complex, type(None)):
-        return kind, repr(value) if kind is float else value
-    if kind is ModuleType:
-        return value
-    if kind is FunctionType:
-        return fingerprint(value, depth + 1)
-    if kind in (tuple, list):
-        return kind, tuple(_content(x, depth) for x in value)
-    return _Same(value)
-
-
-def fingerprint(function: Any, depth: int = 0) -> Any:
-    """What a recorded graph depends on: code, closure, defaults, globals."""
-    if type(function) is not FunctionType or depth > _DEEPEST:
-        return _Same(function)
-    code, space = function.__code__, function.__globals__
-    parts: list[Any] = [code]
-    for cell in function.__closure__ or ():
-        try:
-            parts.append(_content(cell.cell_contents, depth))
-        except ValueError:  # not assigned so far
-            parts.append(_Same(cell))
-    parts += [_content(x, depth) for x in function.__defaults__ or ()]
-    named = function.__kwdefaults__ or {}
-    parts += [(x, _content(y, depth)) for x, y in named.items()]
-    parts += [
-        (x, _content(space[x], depth))
-        for x in _global_names(code)
-        if x in space
-    ]
-    return tuple(parts)
 
 
 _RECORDED: dict[Any, tuple[Node, frozenset[str]]] = {}
@@ -765,9 +740,12 @@ _MOST_RECORDED = 4096
 def recorded(
     function: Any, role: str, given: Given
 ) -> tuple[Node, frozenset[str]]:
-    """As `record`, once for all that the graph depends on."""
+    """As `record`; once, where all that the graph depends on is known."""
+    own = fingerprint(function)
+    if own is None:
+        return record(function, role, given)
     # `given` by its identity, which callers remember: the key holds it.
-    key = fingerprint(function), role, _Same(given)
+    key = own, role, Same(given)
     found = _RECORDED.get(key)
     if found is None:
         found = record(function, role, given)

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from cuflash.expressions.reals import SHORT
 from cuflash.expressions.text import text
+from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
 from .kernel import KernelPlan, Plan
+from .rounding import ceil_div
 
 _INCLUDES = """\
 #include "score/mod_arrays.cuh"
@@ -20,6 +22,20 @@ _INCLUDES = """\
 def has_expression(problem: Problem) -> bool:
     """Whether a call has a function of the user's."""
     return not (problem.score_mod is problem.mask_mod is None)
+
+
+def count_tile_flags(problem: Problem, tile: Tile) -> int:
+    """The flags of score/expression_flags.cuh; 0 without any."""
+    graph = problem.mask_mod
+    if graph is None or problem.num_sequences is not None:
+        return 0
+    of_groups = problem.direction.endswith("backward")
+    heads = problem.num_heads_kv if of_groups else problem.num_heads_q
+    count = (heads if "h" in graph.depends else 1) * (
+        problem.batch if "b" in graph.depends else 1
+    )
+    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
+    return count * q_tiles * ceil_div(problem.seqlen_k, tile.block_k)
 
 
 def with_text(plan: Plan) -> Plan:

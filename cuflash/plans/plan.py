@@ -142,13 +142,15 @@ def _known_devices() -> Iterator[Device]:
 def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
     """The nearest tuned tile with the requested sizes, else a legal one."""
     seqlen, load = tuned_by(problem, device)
+    # Most masks of users are causal, or as sparse.
+    is_causal = problem.causal or problem.mask_mod is not None
     nearest = nearest_tiles.tuned(
         device.capability,
         family,
         problem.direction,
         problem.dtype,
         max(problem.head_dim, problem.head_dim_v),
-        problem.causal,
+        is_causal,
         _tuned_option(problem),
         seqlen,
         load,

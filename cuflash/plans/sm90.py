@@ -197,6 +197,20 @@ def _bends(problem: Problem) -> bool:
     return "bends" in acts(problem) or _score_bends(problem)
 
 
+def _scores_twice(problem: Problem) -> bool:
+    """Whether gradients of scores are summed that P does not suffice for.
+
+    The slope of a user's function is not 1, or the gradients of its arrays
+    depend on the score.
+    """
+    score, dmods = problem.score_mod, problem.return_dmod
+    if score is None or not (problem.return_dbias or dmods):
+        return False
+    gathers = derivative.of_gathers(score, dmods) if dmods else {}
+    needed = [x for g, by in gathers.items() for x in (by, *g.args)]
+    return _bends(problem) or any("score" in x.depends for x in needed)
+
+
 def _forward_shared(problem: Problem, tile: Tile) -> int:
     """With one stage of Q; `_forward` uses more if they fit."""
     return _shared(problem, tile, 1)
@@ -349,7 +363,7 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
         visible_keys * (d + dv) * 2 // problem.group_size,
     )
     if skips_tiles(problem):
-        return _ordered_heads(problem.num_heads_q, fitting)
+        return _ordered_heads(problem, problem.num_heads_q, fitting)
     if is_packed(problem):
         num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
         least = ceil_div(_LAST_SECTION_TILES * device.num_sms, num_tiles)
@@ -362,11 +376,14 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
     return fitting
 
 
-def _ordered_heads(heads: int, fitting: int) -> int:
+def _ordered_heads(problem: Problem, heads: int, fitting: int) -> int:
     """Heads of a section whose tiles run longest first.
 
-    A head counts for all batches: tile_in_order of common/scheduler.cuh.
+    A head counts for all batches: tile_in_order of common/scheduler.cuh. A
+    user's mask may show a tile all keys; segments are taken to be short.
     """
+    if problem.mask_mod is not None:
+        fitting //= problem.batch
     return _equal_sections(heads, max(fitting, _MIN_ORDERED_HEADS))
 
 
@@ -490,10 +507,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     if tile.block_q > 64 and d > 64:
         return False  # or 64 rows, and all columns
     needs_p = _bends(problem) or "drops" in acts(problem)
-    needs_products = problem.score_mod is not None and (
-        problem.return_dbias or bool(problem.return_dmod)
-    )
-    if tile.block_q > 64 and (needs_p or needs_products):
+    if tile.block_q > 64 and (needs_p or _scores_twice(problem)):
         return False  # no registers for derivatives, or for P and kept P
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
@@ -557,6 +571,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("STAGES", tile.num_stages),
         ("SHARED_BYTES", shared),
         ("SCORE_BENDS", _score_bends(problem)),
+        ("SCORES_TWICE", _scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *option_constants(problem, "Wgmma"),
         *of_narrow,
@@ -576,7 +591,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem.group_size * visible_queries * (6 * d + 2 * dv),
     )
     if skips_tiles(problem):
-        heads = _ordered_heads(problem.num_heads_kv, heads)
+        heads = _ordered_heads(problem, problem.num_heads_kv, heads)
     if in_order:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
     last = last_section(

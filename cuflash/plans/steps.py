@@ -331,32 +331,12 @@ def option_launches(
     return mask_flags
 
 
-def count_tile_flags(problem: Problem, tile: Tile) -> int:
-    """The flags of score/expression_flags.cuh; 0 without any."""
-    rows, tiles = _shape_of_flags(problem, tile)
-    return rows * tiles
-
-
-def _shape_of_flags(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """Batches times heads that flags tell apart, and the tiles of each."""
-    mask = problem.mask_mod
-    if mask is None or is_packed(problem):
-        return 0, 0
-    of_groups = problem.direction.endswith("backward")
-    heads = problem.num_heads_kv if of_groups else problem.num_heads_q
-    count = (heads if "h" in mask.depends else 1) * (
-        problem.batch if "b" in mask.depends else 1
-    )
-    q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
-    return count, q_tiles * ceil_div(problem.seqlen_k, tile.block_k)
-
-
 def _tile_flag_launches(
     problem: Problem, tile: Tile, kind: str
 ) -> tuple[Launch, ...]:
     """Finds which tiles the user's mask hides, or leaves whole."""
-    rows, tiles = _shape_of_flags(problem, tile)
-    if rows == 0:
+    count = expression.count_tile_flags(problem, tile)
+    if count == 0:
         return ()
     warps = ROW_THREADS // 32
     has_bits = kind == "Wgmma" and count_mask_words(problem, tile) > 0
@@ -376,7 +356,9 @@ def _tile_flag_launches(
         threads=ROW_THREADS,
         shared_bytes=4 * warps,
     )
-    return (Launch(kernel, rows * ceil_div(tiles, warps)),)
+    tiles = ceil_div(problem.seqlen_q, tile.block_q)  # of a head
+    tiles *= ceil_div(problem.seqlen_k, tile.block_k)
+    return (Launch(kernel, count // tiles * ceil_div(tiles, warps)),)
 
 
 # Bytes of the pairs' bits of a mask, if all tiles are partly visible: 32,768
@@ -400,7 +382,7 @@ def count_mask_words(problem: Problem, tile: Tile) -> int:
     if problem.direction == "backward":
         rows, columns = columns, rows
     words = ceil_div(rows, 16) * ceil_div(columns, 64) * 32
-    words *= count_tile_flags(problem, tile)
+    words *= expression.count_tile_flags(problem, tile)
     return words if 4 * words <= _MOST_MASK_BYTES else 0
 
 
@@ -496,7 +478,7 @@ def option_buffers(problem: Problem, tile: Tile) -> tuple[Buffer, ...]:
     """What `option_launches` write for any family."""
     if is_packed(problem):
         return (Buffer("sequence_stats", 12, 1),)
-    count = count_tile_flags(problem, tile)
+    count = expression.count_tile_flags(problem, tile)
     flags = (Buffer("tile_flags", 1, count),) if count else ()
     if problem.segment_ids:
         q_tiles, k_tiles = _tiles_of_segments(problem, tile)

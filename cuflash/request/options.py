@@ -192,6 +192,7 @@ TABLE = (
         part_of="mask_mod",
         acts="tiles",
         flag="MASK_MOD",
+        no_order=("sm90",),
         traced=True,
         hint="Callable[..., Any] | None",
     ),

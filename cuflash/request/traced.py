@@ -66,9 +66,8 @@ def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             )
         if type(value) in _NUMBERS:
             values[name] = value
-        elif isinstance(value, (np.generic, numbers.Real)):
-            item = getattr(value, "item", None)
-            values[name] = item() if item else float(value)
+        elif isinstance(value, (numbers.Real, np.bool_)):
+            values[name] = _as_number(value)
         elif hasattr(value, "shape"):
             arrays[named(name)] = value
         else:
@@ -77,6 +76,13 @@ def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
                 " number"
             )
     return values, arrays
+
+
+def _as_number(value: Any) -> bool | int | float:
+    """Python's number for another one: NumPy's, a member of an IntEnum."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 class Recorded(NamedTuple):
@@ -253,9 +259,8 @@ def array_numbers(
         layout, axes = taken[slot(i)], slice(kind.ndim)
         sizes[i, axes] = layout.shape
         strides[0, i, axes] = layouts.element_strides(layout)
-        strides[1, i, axes] = layouts.element_strides(
-            layouts.new(layout.shape or (1,), layout.dtype)
-        )[axes]
+        lengths = (*layout.shape[1:], 1)
+        strides[1, i, axes] = np.cumprod(lengths[::-1])[::-1]
     return {
         "sizes": sizes.ravel(),
         "strides": strides[0].ravel(),

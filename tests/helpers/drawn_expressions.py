@@ -73,7 +73,7 @@ class _Draw:
             return self.one(
                 lambda: self.choices.choice(self.reals),
                 lambda: self.choices.choice(self.reals),
-                lambda: self.choices.choice([0.0, 0.5, -1.25, 3.0]),
+                lambda: self.choices.choice([0.5, -1.25, 3.0]),
                 lambda: self.choices.choice(self.ints) * 0.5,
                 lambda: table[self.choices.choice(self.ints)],
                 *([lambda: odd[self.int(0)]] if "q" in self.given else []),
@@ -86,7 +86,7 @@ class _Draw:
             lambda: x() + x(),
             lambda: x() - x(),
             lambda: x() * x(),
-            lambda: x() / x(),
+            lambda: x() / (np.abs(x()) + 0.5),
             lambda: np.abs(x()),
             lambda: np.minimum(x(), x()),
             lambda: np.maximum(x(), x()),

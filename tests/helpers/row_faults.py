@@ -62,6 +62,11 @@ FAULTS = {
         "CAUSAL ? clamp(query + (seqlen_k - seqlen_q) + 1,",
         "CAUSAL ? clamp(query + (seqlen_k - seqlen_q),",
     ),
+    "a user's score and mask": Fault(
+        "cuflash/expressions/intervals.py",
+        '"subtract": lambda a, b: (a[0] - b[1], a[1] - b[0])',
+        '"subtract": lambda a, b: (a[0] - b[0], a[1] - b[1])',
+    ),
     "what runs before and after them": Fault(
         "cuflash/kernels/prepare/delta.cu", "sum -= static", "sum += static"
     ),

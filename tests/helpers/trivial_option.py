@@ -16,7 +16,10 @@ from helpers import copies
 from helpers.host_compiler import WHY_NONE
 
 NAME = "trivial"
-ROW = f'    Option("{NAME}", check=checks.real, default=0.0, nothing=0.0'
+ROW = (
+    f'    Option("{NAME}", check=checks.real, default=0.0, nothing=0.0,'
+    " with_caches=True),\n"
+)
 # File: a line, as a pattern, and what follows it in the copy.
 EDITS = {
     "cuflash/request/options.py": (r"^TABLE = \(\n", ROW),
@@ -30,9 +33,6 @@ def add(tree):
     """Add the option to a copy of the checkout."""
     for file, (pattern, line) in EDITS.items():
         text = (tree / file).read_text(encoding="utf-8")
-        if line is ROW:
-            line += ", with_caches=True" * ("with_caches: bool" in text)
-            line += "),\n"
         (place,) = re.findall(pattern, text, re.M)
         copies.replace_in(tree / file, place, place + line)
 

@@ -189,7 +189,7 @@ def check_forward(backend, case, variant):
 
 
 def check_gradients(backend, case, variant, **more):
-    """Check dq, dk and dv, and dbias and dsink of the case; return the rest."""
+    """Check dq, dk, dv, and dbias and dsink of the case; return the rest."""
     q, k, v, dout = inputs(case)
     options = options_of(backend, case, variant)
     meaning = combined(case, variant)

@@ -16,6 +16,7 @@ from helpers.variants import (
     case_of,
     check_forward,
     check_gradients,
+    shape_of,
 )
 
 FAMILIES = {
@@ -97,6 +98,22 @@ def test_gradients_of_arrays(backend, family):
     bound = 4 * unit[case.dtype] * np.abs(expected).max()
     got = backend.fetch(found["table"])
     assert_allclose(got, expected, "dtable", atol=bound)
+
+
+@on_kernels
+def test_gradient_of_an_array_with_one_axis(backend):
+    """No pair reads it, as it is constant in a batch; each adds to it."""
+    case = case_on("fma")
+    (found,), want = check_gradients(
+        backend, case, VARIANTS["decay"], return_dmod=("rate",)
+    )
+    _, h, _, k = np.ogrid[tuple(map(slice, shape_of(case)))]
+    terms = want[3].ref * -(h + 1.0) * (case.seqlen_k - k)
+    expected = terms.sum((1, 2, 3))
+    # dS is a difference of float32 numbers, each rounded a few times.
+    bound = 2.0**-18 * np.abs(terms).sum((1, 2, 3)).max()
+    got = backend.fetch(found["rate"])
+    assert_allclose(got, expected, "drate", atol=bound)
 
 
 # Numbers --------------------------------------------------------------------

@@ -339,6 +339,12 @@ def test_integers_round_down_and_divide_by_zero():
     assert_arrays_equal((1 << Dual([-1, 2, 99])).value, [1, 4, 1 << 62], "<<")
 
 
+def test_numpys_scalars_are_numbers():
+    x = Dual([1.0, 3.0])
+    assert_arrays_equal((np.float32(2) < x).value, [False, True], "<")
+    assert_arrays_equal((np.int64(2) * x).value, [2.0, 6.0], "*")
+
+
 def test_float16_arrays_are_read_exactly():
     a = np.array([0.1, 2.0], np.float16)
     read = Array("a", a, False)[Dual([0, 1])]

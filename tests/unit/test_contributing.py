@@ -66,7 +66,12 @@ def test_each_row_has_a_fault_in_one_of_its_files(row):
 
 # Guides ---------------------------------------------------------------------
 
-GUIDES = ["Add an option", "Add a kernel", "Add a direction"]
+GUIDES = [
+    "Add an option",
+    "Add a function to expressions",
+    "Add a kernel",
+    "Add a direction",
+]
 
 
 @pytest.mark.parametrize("title", GUIDES)

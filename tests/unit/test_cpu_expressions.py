@@ -20,7 +20,7 @@ from helpers.compare import (
 )
 from helpers.flagged import rows_counted
 
-BATCH, QUERIES, KEYS, HEADS, HEADS_KV, DIM = 2, 70, 90, 4, 2, 8
+BATCH, QUERIES, KEYS, HEADS, HEADS_KV, DIM = 2, 70, 150, 4, 2, 8
 # Sums of a hundred terms of about 1, of scores up to 8: 2^10 u and more.
 ATOL = {"float64": 1e-12, "float32": 5e-4}
 
@@ -245,12 +245,35 @@ def test_arrays_may_have_any_strides(order):
     assert_arrays_equal(got[5]["table"], want[5]["table"], "dmod")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "uint64"])
+def test_masks_read_arrays_of_any_dtype(dtype):
+    near = (np.arange(200).reshape(2, 100) % 97).astype(dtype)
+
+    def nearby(b, h, i, j, *, near):
+        return (near[b, i] - near[b, j] < 3) | (near[b, j] == 50)
+
+    arrays = inputs()
+    options = {"mask_mod": nearby, "mod_arrays": {"near": near}}
+    got = called(*arrays, **options)
+    assert_results(got, expected(*arrays, **options), ATOL["float64"])
+
+
 def test_an_empty_array_reads_0():
     arrays = inputs()
     empty = {"mod_arrays": {"table": np.zeros((0, 5))}}
     got = called(*arrays, score_mod=relative, return_dmod=("table",), **empty)
     assert_results(got[:5], called(*arrays), ATOL["float64"])
     assert got[5]["table"].shape == (0, 5)
+
+
+def test_an_array_that_no_score_reads_has_a_gradient_of_0():
+    def capped(score, b, h, i, j, *, table):
+        return 3.0 * np.tanh(score / 3.0)
+
+    arrays = inputs()
+    got = called(*arrays, score_mod=capped, **WITH_TABLE)
+    assert_results(got[:5], called(*arrays, softcap=3.0), ATOL["float64"])
+    assert_arrays_equal(got[5]["table"], np.zeros(TABLE.shape), "dmod")
 
 
 def test_an_index_outside_raises_if_asked(monkeypatch):
@@ -294,11 +317,12 @@ def beyond(score, b, h, i, j, *, table):
     return np.where(i % 7 == 3, 1.0 * j, x)
 
 
+@pytest.mark.parametrize("masks", [{}, {"mask_mod": by_head}])
 @pytest.mark.parametrize("dtype", ATOL)
-def test_rows_beyond_bounds_are_the_references(dtype):
+def test_rows_beyond_bounds_are_the_references(dtype, masks):
     q, k, v, dout = inputs(dtype)
     q[0, 3], k[1, 5], v[0, 7], dout[1, 9, 2] = np.nan, np.inf, np.nan, np.nan
-    options = of_dtype(dtype, {"score_mod": beyond, **WITH_TABLE})
+    options = of_dtype(dtype, {"score_mod": beyond, **WITH_TABLE, **masks})
     with rows_counted() as counts:
         got = called(q, k, v, dout, **options)
     assert sum(counts) > 0
@@ -309,6 +333,8 @@ def test_rows_beyond_bounds_are_the_references(dtype):
         assert_arrays_equal(np.isnan(a), np.isnan(b), name)
     # Row 10 sees the keys' numbers, whatever their scores were.
     assert_finite(got[0][1, 10], "out of row 10")
+    nan = {x: np.isnan(y) for x, y in want[5].items()}
+    assert_arrays_equal(np.isnan(got[5]["table"]), nan["table"], "dmod")
 
 
 def test_masked_pairs_may_have_any_slope():

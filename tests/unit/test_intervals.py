@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cuflash.errors import ExpressionError
-from cuflash.expressions import nodes
+from cuflash.expressions import intervals, nodes
 from cuflash.expressions.evaluate import ModArrays, Values
 from cuflash.expressions.intervals import ALL, NONE, Extremes, Intervals
 from cuflash.expressions.trace import ArrayKind, Given, record
@@ -142,3 +142,12 @@ def test_usual_masks_are_decided(function):
     want = by_pairs(whole(mask, arrays))
     found = flags_of(mask, arrays)
     assert_arrays_equal(found, want, "flags")
+
+
+def test_long_slices_are_not_known(monkeypatch):
+    monkeypatch.setattr(intervals, "LONGEST_SLICE", BLOCK_K)
+    ids = {"ids": np.zeros((2, 37), np.int64)}
+    mask = recorded(documents, ids, {})
+    flags = flags_of(mask, ids)
+    # What i >= j hides is known; the ids of 8 queries are not.
+    assert_arrays_equal(np.unique(flags), [NONE, 1], "flags")

@@ -22,25 +22,33 @@ PLACES = {
         "from functions to graphs",
         "score_mod mask_mod mod_arrays return_dmod",
     ),
-    "expressions": ("the two roles", "score_mod mask_mod mask"),
+    "expressions": (
+        "the two roles, what built-in options compute",
+        "mask mask_mod score_mod softcap",
+    ),
     "request/checks": ("one check each", "window softcap dropout seed"),
     "request/fields": (
         "of structs", "window softcap dropout max_seqlen_q max_seqlen_k",
     ),
     "request/softcap": ("how its tanh is computed", "softcap dropout"),
     "api/types": ("type checkers read text",),
+    "api/tile_mask": ("its arguments", "mask_mod mod_arrays"),
     "api/attention": ("overloads", "return_dbias return_dsink return_dmod"),
     "api/vjp": ("arguments of its own", "return_dbias return_dsink"),
     "api/kvcache": ("packs queries alone", "cu_seqlens_q max_seqlen_q"),
     "api/foreign_names": (
         "what others call ours",
-        "bias cu_seqlens_q cu_seqlens_k dropout mask window",
+        "bias cu_seqlens_q cu_seqlens_k dropout mask mask_mod window",
     ),
     # Values that the host reads, and rules between arguments.
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
     "request/validate/attention": (
         "bounds, packing, a shape, a seed, directions",
-        "bias cu_seqlens cu_seqlens_q mask_mod score_mod seed window",
+        "alibi_slopes bias cu_seqlens cu_seqlens_q mask_mod score_mod seed"
+        " window",
+    ),
+    "request/validate/functions": (
+        "what built-in options give", "mask_mod score_mod softcap window",
     ),
     "request/validate/host_values": (
         "offsets are checked",
@@ -58,16 +66,20 @@ PLACES = {
     # Decisions that were measured for one option.
     "plans/tiles": ("tuned tiles", "window segment_ids"),
     "plans/plan": (
-        "tuned tiles", "window segment_ids max_seqlen_q max_seqlen_k",
+        "tuned tiles",
+        "mask_mod max_seqlen_k max_seqlen_q segment_ids window",
     ),
     "plans/expression": (
         "the kernels' texts", "score_mod mask_mod mod_arrays return_dmod",
     ),
     "plans/steps": (
-        "dtypes, launches", "bias window segment_ids max_seqlen_k return_dsink"
+        "dtypes, launches",
+        "bias mask mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
     "plans/sm90": (
-        "memory, registers", "alibi_slopes bias mask segment_ids window",
+        "memory, registers",
+        "alibi_slopes bias mask mask_mod return_dbias return_dmod score_mod"
+        " segment_ids window",
     ),
     # What runs.
     "launch/attention": (
@@ -88,8 +100,8 @@ PLACES = {
     "backends/numpy": (
         "the equations",
         "alibi_slopes bias cu_seqlens cu_seqlens_q cu_seqlens_k dropout mask"
-        " max_seqlen_q max_seqlen_k seed segment_ids_q segment_ids_k sink"
-        " softcap window",
+        " mask_mod max_seqlen_q max_seqlen_k mod_arrays return_dmod score_mod"
+        " seed segment_ids_q segment_ids_k sink softcap window",
     ),
     # Bridges: what others call ours, what a library asks of one option.
     "torch/attention": ("seeds drawn, warnings", "bias dropout seed"),

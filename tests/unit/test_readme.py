@@ -21,11 +21,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names = {}
     for block in blocks:
         exec(block, names)
     assert names["gradients"].dq.shape == names["q"].shape
+    assert names["dmod"]["table"].shape == (8, 511)
 
 
 def test_examples_of_the_kvcache_page_run():

@@ -61,14 +61,17 @@ def options(call: Call) -> dict[str, Any]:
             x = heads_first(name, array, p)
             real = "lse" in rule.dtypes
             found[name] = x.astype(working_dtype(p), copy=False) if real else x
-    batch = np.arange(p.batch)[:, None, None]
-    groups = (1, p.num_heads_kv, p.group_size)
-    head = np.arange(p.num_heads_q).reshape(groups)
     if p.dropout:
-        found["dropout"] = Dropout(p.dropout, call.seed, batch, head)
+        found["dropout"] = Dropout(p.dropout, call.seed, *_head_indices(p))
     if not (p.score_mod is p.mask_mod is None):
-        found |= Recorded(call).options(HeadIndices(batch, head))
+        found |= Recorded(call).options(_head_indices(p))
     return found
+
+
+def _head_indices(problem: Problem) -> HeadIndices:
+    batch = np.arange(problem.batch)[:, None, None]
+    groups = (1, problem.num_heads_kv, problem.group_size)
+    return HeadIndices(batch, np.arange(problem.num_heads_q).reshape(groups))
 
 
 def scalars(problem: Problem) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from cuflash.backends.numpy.arrays import (
     scalars,
     zeros_of_logits,
 )
+from cuflash.backends.numpy.expressions import gradients
 from cuflash.backends.numpy.kinds import LARGEST_COTANGENT, LARGEST_VALUE, Kind
 from cuflash.backends.numpy.parts import parts
 from cuflash.backends.numpy.reference import LARGEST_FLOAT32
@@ -150,8 +151,7 @@ def _differentiate(
         for name, argument in LOGITS.items()
         if getattr(p, argument)
     ]
-    if p.return_dmod:
-        asked += of_call["score_mod"].recorded.gradients()
+    asked += gradients(call, of_call.get("score_mod"))
     return results, asked, written.get("dlse")
 
 

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.expressions import derivative, nodes
-from cuflash.expressions.evaluate import Buffers, ModArrays, Values
+from cuflash.expressions.evaluate import (
+    Buffers,
+    ModArrays,
+    Place,
+    Values,
+)
 from cuflash.expressions.intervals import ALL, NONE, Extremes, Intervals
 from cuflash.expressions.nodes import Node
 from cuflash.reference.expressions import Dual, HeadIndices
@@ -26,6 +31,7 @@ from cuflash.request.traced import slot
 from cuflash.settings import read
 
 GRAIN = 64  # keys whose visibility intervals decide together
+FEW_KEYS = 128  # are tested sooner than intervals decide
 
 _B, _H, _QUERY, _KEY = map(nodes.index, nodes.INDICES)
 _LENGTHS = tuple(map(nodes.index, nodes.LENGTHS))
@@ -67,14 +73,6 @@ class Recorded:
                 found[name] = Replayed(self, root)
         return found | {"head_indices": heads}
 
-    def gradients(self) -> list[np.ndarray]:
-        """Return the gradients, with the dtypes of their arrays."""
-        with np.errstate(over="ignore"):
-            return [
-                x.astype(self.arrays[i].dtype.newbyteorder("="))
-                for i, x in self.sums.items()
-            ]
-
 
 class Replayed:
     """A recorded function, to be called as the user's is."""
@@ -110,6 +108,19 @@ class Replayed:
         """Add gradients of arrays, by their names in `Recorded.options`."""
         for number, total in self.recorded.sums.items():
             total += gradients[slot(number)]
+
+
+def gradients(call: Call, score: Replayed | None) -> list[np.ndarray]:
+    """Return those of return_dmod, like their arrays; 0 without a score."""
+    found = []
+    for number in call.problem.return_dmod:
+        array = call.options[slot(number)]
+        total = np.zeros(array.shape)
+        if score is not None:
+            total = score.recorded.sums[number]
+        with np.errstate(over="ignore"):
+            found.append(total.astype(array.dtype.newbyteorder("=")))
+    return found
 
 
 def _called(name: str, *args: Any) -> Dual:
@@ -174,6 +185,10 @@ class Expressions:
             Whether pairs may be masked.
         """
         grain = min(GRAIN, block_k)
+        if keys.stop - keys.start <= min(FEW_KEYS, block_k):
+            if keys.start < keys.stop:
+                yield keys.start, keys.stop, True
+            return
         flags = self._flags(rows, grain)
         first, end = keys.start // grain, -(-keys.stop // grain)
         most = block_k // grain
@@ -245,13 +260,20 @@ class Expressions:
             self.score, slope, *gathers.values(), *indices
         )
         of_gathers = [
-            Gathered(self.recorded.sums[g.value[0]], *values.place(g), by)
-            for g, by in zip(gathers, others, strict=False)
+            self._gathered(values, gather, by)
+            for gather, by in zip(gathers, others, strict=False)
         ]
         s = _whole(s, x)
         if any(y is s for y in (of_score, *others)):
             s = s.copy()
         return s, Slopes(of_score, of_gathers, visible)
+
+    def _gathered(self, values: Values, gather: Node, by: Any) -> Gathered:
+        total = self.recorded.sums[gather.value[0]]
+        block = values.block(gather, total)
+        if block is not None:
+            return Gathered(block, None, by)
+        return Gathered(total.reshape(-1), values.place(gather), by)
 
     def _of(self, tile: Tile) -> dict[Node, Any]:
         query = np.arange(*tile[:2], dtype=np.int32)
@@ -282,30 +304,31 @@ class Gathered(NamedTuple):
     Attributes
     ----------
     total : ndarray of float64
-        The sum of the gradient.
-    place : ndarray of int
-        Among the array's elements in C order.
-    inside : ndarray of bool
+        The sum of the gradient: a block of it, or all in C order.
+    place : Place or None
+        None: the block is what the gather reads.
     slope : ndarray or float
         f_a.
     """
 
     total: np.ndarray
-    place: np.ndarray
-    inside: np.ndarray
+    place: Place | None
     slope: Any
 
     def add(self, ds: np.ndarray, visible: np.ndarray | None) -> None:
         """Add f_a dS to the sums, by the place that pairs read."""
         terms = _times(ds, self.slope, visible)
-        shape = np.broadcast_shapes(self.place.shape, self.inside.shape)
-        shape = (1,) * (ds.ndim - len(shape)) + shape
+        if self.place is None:
+            self.total[...] += reduce_to_shape(terms, self.total.shape)
+            return
+        first, rest, inside = self.place
+        shape = np.broadcast_shapes(rest.shape, inside.shape)
         terms = reduce_to_shape(terms, shape)
-        place = np.broadcast_to(self.place, shape)
-        inside = np.broadcast_to(self.inside, shape)
+        rest = np.broadcast_to(rest, shape)
         if not inside.all():
-            place, terms = place[inside], terms[inside]
-        _add_at(self.total.reshape(-1), place.ravel(), terms.ravel())
+            inside = np.broadcast_to(inside, shape)
+            rest, terms = rest[inside], terms[inside]
+        _add_at(self.total[first:], rest.ravel(), terms.ravel())
 
 
 class Slopes(NamedTuple):

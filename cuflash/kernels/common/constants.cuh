@@ -7,6 +7,7 @@
 // Options (docs/guide/options.md): CAUSAL, WINDOW, SOFTCAP, ALIBI, BIAS, HAS_MASK, SINK, SEGMENTS,
 // DROPOUT, PACKED: sequences; LARGE_SOFTCAP (cuflash/softcap.py); DBIAS, DLSE: its gradient;
 // SCORE_MOD, MASK_MOD: the user's functions (expression.cuh); DMOD: gradients of their arrays;
+// SCORE_BENDS: the score's slope is not 1; SCORES_TWICE: and is computed again for dS;
 // FLAGS_OF_GROUPS: of what heads tile flags are, MASK_BITS: bits stand beside them
 // (expression_flags.cuh); DETERMINISTIC; NEGATE_SCORES: scale < 0 and scores are LINEAR
 // (score_mod.cuh).

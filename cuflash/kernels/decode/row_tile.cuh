@@ -50,8 +50,8 @@ struct RowTile {
         return {max(first, part.first_tile), min(end, part.end_tile)};
     }
 
-    // The same tiles without those at either end that the user's mask hides from all rows, as far as
-    // intervals tell. Whole warp, which asks for 32 tiles at a time.
+    // The same tiles without those at either end that the user's mask hides from all rows, as far
+    // as intervals tell. Whole warp, which asks for 32 tiles at a time.
     template <class Arguments>
     __device__ __forceinline__ TileRange unhidden(const Arguments& args, TileRange tiles) const {
         if constexpr (MASK_MOD && !MASK_OF_HEAD) {

@@ -10,8 +10,12 @@ constexpr bool MASK_OF_BATCH = false, MASK_OF_HEAD = false;    // what the mask 
 // x becomes f(x).
 template <class Real> struct ScoreExpression {
     template <class Arguments> void set_head(const Arguments&, int, int, int, int) {}
-    Real score(Real x, int, int) const { return x; }
-    Real score(Real x, int, int, Real& slope) const {
+    // Whether it reads arrays by a pair's indices, and all of those of a range of pairs are inside.
+    static constexpr bool READS = false;
+    bool reads_inside(int, int, int, int) const { return true; }
+    // INSIDE: they are, and need no test.
+    template <bool INSIDE = false> Real score(Real x, int, int) const { return x; }
+    template <bool INSIDE = false> Real score(Real x, int, int, Real& slope) const {
         slope = 1;
         return x;
     }

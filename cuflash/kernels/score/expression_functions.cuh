@@ -1,65 +1,11 @@
 // The operations of a user's score_mod and mask_mod: what score/expression.cuh, which
 // cuflash/expressions/text.py writes, calls. cuflash/expressions/functions.py has the same rows.
 //
-// Operands are numbers, or intervals that hold the values of a whole tile. An interval's ends are
-// computed as its numbers are, each operation rounded on its own: rounding is monotone, so the
-// interval holds the rounded values too. What an end cannot bound is unknown.
+// Operands are numbers, or intervals that hold the values of a whole tile (intervals.cuh).
 #pragma once
-#include "common/elements.cuh"
-#include "score/visibility.cuh"
+#include "score/intervals.cuh"
 
 namespace ex {
-
-template <class T> struct Interval { T low, high; };
-
-// A bool of a tile's pairs.
-struct Truth { bool may_be_true, may_be_false; };
-
-template <class T> struct Traits { using Number = T; static constexpr bool HAS_ENDS = false; };
-template <class T> struct Traits<Interval<T>> {
-    using Number = T;
-    static constexpr bool HAS_ENDS = true;
-};
-template <> struct Traits<Truth> { using Number = bool; static constexpr bool HAS_ENDS = true; };
-template <class T> using Number = typename Traits<T>::Number;
-template <class... T> constexpr bool NUMBERS = !(Traits<T>::HAS_ENDS || ...);
-
-template <class A, class B> struct Same { static constexpr bool value = false; };
-template <class A> struct Same<A, A> { static constexpr bool value = true; };
-template <class T> constexpr bool IS_REAL = Same<T, float>::value || Same<T, double>::value;
-template <class T> constexpr bool IS_BOOL = Same<T, bool>::value;
-
-// The type of a sum of both.
-template <class A, class B> using Common = decltype(true ? Number<A>{} : Number<B>{});
-
-template <class To, class T> inline Interval<To> interval(Interval<T> x) {
-    return {static_cast<To>(x.low), static_cast<To>(x.high)};
-}
-template <class To, class T> inline Interval<To> interval(T x) {
-    return {static_cast<To>(x), static_cast<To>(x)};
-}
-inline Truth truth(Truth x) { return x; }
-inline Truth truth(bool x) { return {x, !x}; }
-
-template <class T> inline T infinite() {
-    return static_cast<T>(__int_as_float(0x7F800000));
-}
-// Nothing is known: half of what an i64 holds, so that ends can be added once more.
-template <class T> inline Interval<T> unknown() {
-    if constexpr (IS_REAL<T>) return {-infinite<T>(), infinite<T>()};
-    else if constexpr (sizeof(T) == 8) return {-(1LL << 62), 1LL << 62};
-    else return {static_cast<T>(-2147483647 - 1), static_cast<T>(2147483647)};
-}
-// Ends that an i64 holds, for sure; others are unknown.
-template <class T> inline Interval<T> bounded(T low, T high, double least, double most) {
-    if (sizeof(T) == 8 && !IS_REAL<T> && !(least > -4.0e18 && most < 4.0e18)) return unknown<T>();
-    return {low, high};
-}
-// Whether both ends are numbers that bound: a NaN may hide behind an infinite one.
-template <class T> inline bool bounds(Interval<T> x) {
-    if constexpr (IS_REAL<T>) return x.low > -infinite<T>() && x.high < infinite<T>();
-    else return true;
-}
 
 // ---- Arithmetic ----
 
@@ -77,14 +23,21 @@ template <class A, class B> inline auto add(A a, B b) {
     if constexpr (NUMBERS<A, B>) return a + b;
     else {
         using T = Common<A, B>;
-        const Interval<T> u = interval<T>(a), v = interval<T>(b);
-        return bounded<T>(u.low + v.low, u.high + v.high, double(u.low) + double(v.low),
-                          double(u.high) + double(v.high));
+        const Interval<Ends<T>> u = interval<Ends<T>>(interval<T>(a));
+        const Interval<Ends<T>> v = interval<Ends<T>>(interval<T>(b));
+        const double least = double(u.low) + double(v.low), most = double(u.high) + double(v.high);
+        if (!IS_REAL<T> && !(least > -9.0e18 && most < 9.0e18)) return unknown<T>();
+        return bounded<T>(u.low + v.low, u.high + v.high, least, most);
     }
 }
 template <class A> inline auto negative(A a) {
     if constexpr (NUMBERS<A>) return -a;
-    else return A{-a.high, -a.low};
+    else if constexpr (IS_REAL<Number<A>>) return A{-a.high, -a.low};
+    else {
+        using T = Number<A>;
+        if (a.low == unknown<T>().low) return unknown<T>();     // its opposite is no T
+        return A{-a.high, -a.low};
+    }
 }
 template <class A, class B> inline auto subtract(A a, B b) {
     if constexpr (NUMBERS<A, B>) return a - b;
@@ -108,7 +61,9 @@ template <class A, class B> inline auto multiply(A a, B b) {
         };
         if (!bounds(u) || !bounds(v)) return unknown<T>();
         const double most = size(u) * size(v);
-        const Interval<T> ends = corners(u, v, [](T x, T y) { return product(x, y); });
+        if (!IS_REAL<T> && !(most < 9.0e18)) return unknown<T>();
+        const auto ends = corners(interval<Ends<T>>(u), interval<Ends<T>>(v),
+                                  [](Ends<T> x, Ends<T> y) { return product(x, y); });
         return bounded<T>(ends.low, ends.high, -most, most);
     }
 }
@@ -177,9 +132,11 @@ template <class A, class B> inline auto remainder(A a, B b) {
         const Interval<T> u = interval<T>(a), v = interval<T>(b);
         if (!bounds(u) || !bounds(v) || v.low <= T(0)) return unknown<T>();
         const T first = floor_quotient(u.low, v.low), last = floor_quotient(u.high, v.low);
-        if (v.low == v.high && first == last)               // no multiple in between
+        // No multiple in between. A quotient of many bits is rounded, and tells nothing.
+        const bool exact = !IS_REAL<T> || (first > T(-65536) && first < T(65536));
+        if (v.low == v.high && first == last && exact)
             return Interval<T>{floor_rest(u.low, v.low), floor_rest(u.high, v.low)};
-        return Interval<T>{T(0), v.high};
+        return Interval<T>{T(0), IS_REAL<T> ? v.high : v.high - T(1)};
     }
 }
 template <class A> inline auto absolute(A a) {
@@ -188,9 +145,11 @@ template <class A> inline auto absolute(A a) {
         else return a < 0 ? -a : a;
     } else {
         using T = Number<A>;
+        if (!bounds(a)) return unknown<T>();
         if (a.low >= T(0)) return a;
-        if (a.high <= T(0)) return negative(a);
-        return A{T(0), -a.low > a.high ? -a.low : a.high};
+        const A b = negative(a);
+        if (a.high <= T(0)) return b;
+        return A{T(0), b.high > a.high ? b.high : a.high};
     }
 }
 template <class T> inline T sign_of(T a) {

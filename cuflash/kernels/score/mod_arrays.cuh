@@ -46,6 +46,22 @@ inline To read(const ModArray<T, AXES>& array, Place at) {
     return at.inside ? element<To>(array.data[at.offset]) : To(0);
 }
 
+// Whether [0, size) has all values of an index.
+template <class Index> inline bool holds(int size, Index index) {
+    const auto all = interval<Number<Index>>(index);
+    return all.low >= 0 && all.high < size;
+}
+
+// An element whose indices are inside. The offsets of neighbours differ by constants, which become
+// part of their loads.
+template <int AXES, class T, class... Index>
+inline T at(const ModArray<T, AXES>& array, Index... given) {
+    const T* element = array.data;
+    int axis = 0;
+    ((element += given * array.stride[axis++]), ...);
+    return *element;
+}
+
 // The smallest and largest that a warp's lanes hold. A NaN makes them unknown.
 template <class T> inline Interval<T> over_warp(Interval<T> x, bool unordered) {
     #pragma unroll 1
@@ -99,11 +115,13 @@ template <class Index> inline i64 last_of(Index x) {
 
 // array[index, ...]: a number; of ranges of indices an interval. WHOLE_WARP looks at the slice if
 // one index at most has a range of several, inside the array; without it, only single elements are
-// known.
-template <class To, bool WHOLE_WARP, class T, int AXES, class... Index>
+// known. INSIDE: the indices of a number are known to be.
+template <class To, bool WHOLE_WARP, bool INSIDE = false, class T, int AXES, class... Index>
 inline auto gather(const ModArray<T, AXES>& array, Index... index) {
     static_assert(sizeof...(Index) == AXES, "an index for each axis");
-    if constexpr (NUMBERS<Index...>) {
+    if constexpr (NUMBERS<Index...> && INSIDE) {
+        return element<To>(at(array, index...));
+    } else if constexpr (NUMBERS<Index...>) {
         return read<To>(array, place(array, index...));
     } else {
         using End = typename EndOf<To>::type;

@@ -28,6 +28,36 @@ template <class Real> struct SoftmaxScale { Real scale; };
 // has its other derivatives; only with SCORE_MOD.
 template <class Real> struct Derivatives { Real by_product = 1, by_bias = 1, argument = 0; };
 
+// Whether the user's score reads arrays, inside alone, of queries [first_query, last_query] and
+// keys [first_key, last_key].
+template <class Mod>
+__device__ __forceinline__ bool reads_inside(
+    const Mod& score_mod, int first_query, int last_query, int first_key, int last_key) {
+    if constexpr (SCORE_MOD)
+        if constexpr (decltype(score_mod.user)::READS)
+            return score_mod.user.reads_inside(first_query, last_query, first_key, last_key);
+    return false;
+}
+
+// Calls compute(Bool<INSIDE>), INSIDE for a warp all of whose reads are inside the arrays. Whole
+// warp; each lane's own pairs are those of queries [first_query, last_query] and keys
+// [first_key, last_key].
+template <class User, class Compute>
+__device__ __forceinline__ void with_reads_tested(
+    const User& user, int first_query, int last_query, int first_key, int last_key,
+    Compute compute) {
+    if constexpr (User::READS) {
+        const bool inside = user.reads_inside(first_query, last_query, first_key, last_key);
+        if (__ballot_sync(0xFFFFFFFFu, inside) == 0xFFFFFFFFu) return compute(Bool<true>{});
+    }
+    compute(Bool<false>{});
+}
+
+// After pair i of a lane: limits the loads in flight, each of which needs registers.
+template <class User> __device__ __forceinline__ void limit_reads(const User&, int i) {
+    if (User::READS && i % 8 == 7) __syncwarp();
+}
+
 // The user's function of one head.
 template <class Real, bool> struct UserScore { ScoreExpression<Real> user; };
 template <class Real> struct UserScore<Real, false> {};

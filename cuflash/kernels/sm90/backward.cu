@@ -45,8 +45,11 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; Arguments and the
-// options (docs/guide/options.md).
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; SCORE_BENDS: the
+// user's function of scores has a slope other than 1; SCORES_TWICE: compute_ds() computes scores
+// again, because their gradients are also added to sums of dbias or of the user's arrays, before
+// they are multiplied by slopes, and registers hold no more than P; Arguments and the options
+// (docs/guide/options.md).
 // Shared memory, barriers, DOUBLE_BUFFERED_K: backward_shared.cuh.
 //
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
@@ -60,10 +63,11 @@ constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
 constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
 constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
 // Whether rows' statistics are read before S is issued: where that was measured to be faster.
-constexpr bool EARLY_STATISTICS = !DEFERRED_DQ && LINEAR && !PAIRWISE && !DROPOUT;
+constexpr bool EARLY_STATISTICS =
+    !DEFERRED_DQ && LINEAR && !SEGMENTS && !HAS_MASK && !DROPOUT;
 
-// An SM has 64 K registers: the consumers get those that the producer does not need. Where tiles are
-// skipped, the producer's search needs more than 24 and spills; the consumers can spare none.
+// An SM has 64 K registers: the consumers get those that the producer does not need. Where tiles
+// are skipped, the producer's search needs more than 24 and spills; the consumers can spare none.
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
 static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");

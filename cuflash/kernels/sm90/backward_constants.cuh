@@ -31,11 +31,6 @@ constexpr bool MASK_DS = !VISIBILITY_BITS || DBIAS || SCORE_MOD;
 // Whether dx / d(scale S) is not 1 (SCORE_BENDS: of the user's function).
 constexpr bool SCORES_BEND = SOFTCAP || (SCORE_MOD && SCORE_BENDS);
 
-// Whether compute_ds() computes scores again, from the products: their gradients are added to sums
-// of dbias or of the user's arrays before they are multiplied by derivatives, for which there are
-// no registers.
-constexpr bool SCORES_TWICE = SCORE_MOD && (DBIAS || DMOD);
-
 static_assert(!(PACKED && (BIAS || PAIRWISE)),
               "packed sequences do not support bias, mask or segment ids");
 static_assert(!INTEGER_DQ || WARP_PRODUCER, "other calls have an order");

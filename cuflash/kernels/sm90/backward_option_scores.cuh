@@ -45,6 +45,13 @@ __device__ __forceinline__ void compute_p(
                 return compute_p_poly4(s, p, rows, score_mod, pairs.distance);
             }
     }
+    if constexpr (SCORES_BEND && !SOFTCAP && !ALIBI && !BIAS && !DROPOUT && !SCORES_TWICE)
+        if (!HAS_MASK && !has_masked && !rows.has_large_lse()) {
+            ScoreMod<float> score_mod(args);
+            score_mod.set_head(args, pairs.batch, pairs.head);
+            score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+            return compute_p_of_user(s, p, rows, score_mod, pairs.query, pairs.key);
+        }
     const auto pack_kept = [&](const float (&weights)[S_REGS]) {
         float kept[S_REGS];
         #pragma unroll
@@ -159,6 +166,7 @@ __device__ __forceinline__ void compute_ds(
     } else {
         multiply_by_p(dp, p, rounded_p, rows, pairs, dropout);
         if (MASK_DS) zero_masked(dp);
+        add_dmods(dp, args, pairs);
         add_dbias(dp, derivatives, args, pairs);
     }
     pack_pairs<Element>(ds, dp);

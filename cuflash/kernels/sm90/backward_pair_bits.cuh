@@ -107,7 +107,7 @@ __device__ __forceinline__ void clear_hidden(LanePairs& pairs, const Arguments& 
         #pragma unroll
         for (int word = 0; word < LanePairs::WORDS; ++word) {
             u32 bits = 0;
-            #pragma unroll 2
+            #pragma unroll
             for (int j = 0; j < 8; ++j)
                 #pragma unroll
                 for (int n = 0; n < 4; ++n) {

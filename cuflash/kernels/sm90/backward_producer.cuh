@@ -1,11 +1,11 @@
 // Producers of the backward kernels on Hopper: one thread or warp loads Q and dO and publishes the
 // work tiles (backward_scheduler.cuh), another thread loads K and V. All loads are TMA copies.
 //
-// SharedPlan has the tiles v, q[STAGES], dout[STAGES]; rows[STAGES]; has_boundary[...], one flag per
-// stage: segment ids or the user's mask hide pairs of the iteration; and barriers. *_full: one
+// SharedPlan has the tiles v, q[STAGES], dout[STAGES]; rows[STAGES]; has_boundary[...], one flag
+// per stage: segment ids or the user's mask hide pairs of the iteration; and barriers. *_full: one
 // arrival and the bytes that a copy brings. *_empty: arrivals of the warps that read. K has
-// K_STAGES stages; k_tile(state) is the work tile's. With one stage, kv_empty releases K and V. With
-// two, kv_empty releases V alone, and wait_k_empty(state) waits for K's stage.
+// K_STAGES stages; k_tile(state) is the work tile's. With one stage, kv_empty releases K and V.
+// With two, kv_empty releases V alone, and wait_k_empty(state) waits for K's stage.
 #pragma once
 #include "sm90/backward_scheduler.cuh"
 #include "sm90/row_stats.cuh"

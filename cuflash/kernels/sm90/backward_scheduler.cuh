@@ -3,8 +3,8 @@
 //
 // A work tile is BLOCK_K keys of one key head. A block takes one work tile after another: first the
 // tile of its own index, then each time the next index of a counter in global memory. If
-// DETERMINISTIC, all indices come from the counter. Where tiles are skipped, an index counts tiles in
-// the order of prepare/segment_order.cu. The Q producer publishes each work tile, and its packed
+// DETERMINISTIC, all indices come from the counter. Where tiles are skipped, an index counts tiles
+// in the order of prepare/segment_order.cu. The Q producer publishes each work tile, and its packed
 // sequence, one tile ahead of the consumers. An iteration is one query tile that sees the keys;
 // iterations go through the query heads of the group in turn.
 //

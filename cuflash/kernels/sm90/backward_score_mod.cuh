@@ -45,18 +45,32 @@ __device__ __forceinline__ void apply_user_score(
     }
 }
 
-// Raw products S become scores and their derivatives. fits_poly4: all products of the warp fit
+// The same for all products, where no built-in modification comes first: scale S goes in.
+template <class Mod>
+__device__ __forceinline__ void apply_user_scores(
+    float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
+    const Mod& score_mod, int query, int key) {
+    with_reads_tested(
+        score_mod.user, query, query + (S_REGS / 4 - 1) * 8 + 1, key, key + 8, [&](auto inside) {
+            #pragma unroll
+            for (int i = 0; i < S_REGS; ++i) {
+                float slope;
+                scores[i] = score_mod.user.template score<inside.value>(
+                    rounded(products[i], score_mod.scale), query + (i / 4 * 8 + i % 2),
+                    key + i / 2 % 2 * 8, slope);
+                if constexpr (SCORES_BEND) derivatives[i] = slope;
+                limit_reads(score_mod.user, i);
+            }
+        });
+}
+
+// The same with built-in modifications. fits_poly4: all products of the warp fit
 // (ScoreMod::fits_tanh_poly4). One division serves two keys of a query, except with DBIAS: a NaN of
 // a masked pair must not reach the gradient of a bias.
-__device__ __forceinline__ void apply_score_mod(
+__device__ __forceinline__ void apply_in_parts(
     float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
-    const Arguments& args, LanePairs& pairs, bool fits_poly4) {
+    const Arguments& args, LanePairs& pairs, const ScoreMod<float>& score_mod, bool fits_poly4) {
     constexpr int COUNT = S_REGS / LanePairs::BIAS_PARTS;
-    ScoreMod<float> score_mod(args);
-    score_mod.set_head(args, pairs.batch, pairs.head);
-    score_mod.set_sequence(args, pairs.batch, pairs.head);
-    if constexpr (SCORE_MOD && PACKED)
-        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Element i of the part in the fragment: the two keys of a query become neighbours.
@@ -91,6 +105,7 @@ __device__ __forceinline__ void apply_score_mod(
             const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
             apply_user_score(part_scores[i], part_derivatives[i], score_mod, pairs.query + query,
                              pairs.key + key);
+            if (SCORE_MOD && i % 32 == 31) __syncwarp();    // limits loads in flight: registers
         }
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
@@ -98,6 +113,21 @@ __device__ __forceinline__ void apply_score_mod(
             derivatives[position(i)] = part_derivatives[i];
         }
     }
+}
+
+// Raw products S become scores and their derivatives.
+__device__ __forceinline__ void apply_score_mod(
+    float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
+    const Arguments& args, LanePairs& pairs, bool fits_poly4) {
+    ScoreMod<float> score_mod(args);
+    score_mod.set_head(args, pairs.batch, pairs.head);
+    score_mod.set_sequence(args, pairs.batch, pairs.head);
+    if constexpr (SCORE_MOD && PACKED)
+        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+    if constexpr (SCORE_MOD && !SOFTCAP && !ALIBI && !BIAS)
+        apply_user_scores(scores, derivatives, products, score_mod, pairs.query, pairs.key);
+    else
+        apply_in_parts(scores, derivatives, products, args, pairs, score_mod, fits_poly4);
 }
 
 // With SOFTCAP, where all products fit the polynomial and all pairs are visible: S^T becomes P^T
@@ -126,6 +156,44 @@ __device__ __forceinline__ void compute_p_poly4(
         }
         p[j * 2] = pack<Element>(weights[0], weights[1]);
         p[j * 2 + 1] = pack<Element>(weights[2], weights[3]);
+    }
+}
+
+// With SCORE_MOD alone, where all pairs are visible: as compute_p_poly4().
+template <class Rows, class Mod>
+__device__ __forceinline__ void compute_p_of_user(
+    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows, const Mod& score_mod, int query,
+    int key) {
+    const u32 lane_lse = rows.lse.address();
+    #pragma unroll
+    for (int j = 0; j < S_REGS / 4; ++j) {
+        float lse[2], weights[4];
+        rows.lse.read(lane_lse, j, lse);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float score = rounded(s[j * 4 + i], score_mod.scale), slope = 1.0f;
+            apply_user_score(
+                score, slope, score_mod, query + (j * 8 + i % 2), key + i / 2 * 8);
+            weights[i] = exp2_approx(fmaf(score, LOG2_E, -lse[i % 2]));
+            s[j * 4 + i] = weights[i] * slope;
+        }
+        p[j * 2] = pack<Element>(weights[0], weights[1]);
+        p[j * 2 + 1] = pack<Element>(weights[2], weights[3]);
+    }
+}
+
+// Adds dS^T, 0 at masked pairs, to the gradients of the user's arrays, which do not depend on
+// scores.
+__device__ __forceinline__ void add_dmods(
+    const float (&ds)[S_REGS], const Arguments& args, const LanePairs& pairs) {
+    if constexpr (DMOD) {
+        ScoreMod<float> score_mod(args);
+        score_mod.set_head(args, pairs.batch, pairs.head);
+        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+        #pragma unroll
+        for (int i = 0; i < S_REGS; ++i)
+            score_mod.add_gradients(
+                {}, ds[i], pairs.query + (i / 4 * 8 + i % 2), pairs.key + i / 2 % 2 * 8);
     }
 }
 

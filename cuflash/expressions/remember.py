@@ -1,0 +1,220 @@
+"""What a recorded graph depends on besides the arrays: a key for it.
+
+A function's graph follows from its code, closure, defaults, and from those
+globals and attributes that its code names. Numbers among them count by value,
+what else a function can only call by identity. Where neither is sure, there
+is no key, and the function is recorded in every call.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+
+_PLAIN = (int, bool, str, bytes, complex, type(None), type(...))
+_LIBRARIES = {
+    "numpy", "torch", "cupy", "jax", "math", "operator", "functools", "typing",
+}  # fmt: skip
+_LONGEST = 64  # elements that are compared one by one
+_DEEPEST = 8  # of what leads to something
+
+
+class _ChangeableError(Exception):
+    """Something may change without a trace in the key."""
+
+
+class Same:
+    """A value that only itself equals; kept alive by the key it is in."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def fingerprint(function: Any) -> Any:
+    """A key for a function's graph; None if there is none."""
+    code = getattr(function, "__code__", None)
+    names = _REACHED.get(code, frozenset())
+    try:
+        while True:
+            content = _Content(names)
+            found = content.of(function, 0)
+            if content.names <= names:
+                return found
+            names = _REACHED[code] = frozenset(content.names)
+    except _ChangeableError:
+        return None
+
+
+# The names in all functions that a code has led to: attributes of an object
+# may be read by any of them.
+_REACHED: dict[Any, frozenset[str]] = {}
+
+
+_NAMES: dict[CodeType, tuple[tuple[str, ...], frozenset[str]]] = {}
+
+
+def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The globals that a code reads, and all names, attributes among them."""
+    found = _NAMES.get(code)
+    if found is None:
+        read = [
+            x.argval
+            for x in dis.get_instructions(code)
+            if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        ]
+        names = {*code.co_names}
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                more = _names(inner)
+                read += more[0]
+                names |= more[1]
+        found = tuple(dict.fromkeys(read)), frozenset(names)
+        _NAMES[code] = found
+    return found
+
+
+class _Content:
+    """What is compared of values; a value within itself is not again."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = set(names)
+        self._within: set[int] = set()
+
+    def of(self, value: Any, depth: int) -> Any:
+        """A value by what codes with these names can read of it."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, value
+        if kind is float:
+            return kind, repr(value)  # tells -0.0 from 0.0, knows a NaN
+        if kind is ModuleType and _root(value) in _LIBRARIES:
+            return value
+        if id(value) in self._within:
+            return Same(value)
+        if depth > _DEEPEST:
+            raise _ChangeableError
+        self._within.add(id(value))
+        try:
+            return self._of(kind, value, depth + 1)
+        finally:
+            self._within.discard(id(value))
+
+    def _of(self, kind: type, value: Any, depth: int) -> Any:
+        if kind is FunctionType:
+            return self._of_function(value, depth)
+        if kind in (tuple, list):
+            return kind, self._several(value, depth)
+        if kind is dict:
+            return (
+                kind, self._several(value, depth),
+                self._several(value.values(), depth),
+            )  # fmt: skip
+        if kind is MethodType:
+            function, owner = value.__func__, value.__self__
+            return kind, self.of(function, depth), self.of(owner, depth)
+        if kind is functools.partial:
+            named = value.keywords
+            return (
+                kind, self.of(value.func, depth),
+                self._several(value.args, depth), tuple(named),
+                self._several(named.values(), depth),
+            )  # fmt: skip
+        if isinstance(value, np.generic):
+            return kind, value.dtype.str, value.tobytes()
+        if isinstance(value, np.ndarray):
+            return self._of_array(value)
+        return self._of_object(kind, value, depth)
+
+    def _several(self, values: Any, depth: int) -> Any:
+        if len(values) > _LONGEST:
+            raise _ChangeableError
+        return tuple([self.of(x, depth) for x in values])
+
+    def _of_function(self, function: Any, depth: int) -> Any:
+        code, space = function.__code__, function.__globals__
+        read, names = _names(code)
+        self.names |= names
+        parts: list[Any] = [code]
+        for cell in function.__closure__ or ():
+            try:
+                parts.append(self.of(cell.cell_contents, depth))
+            except ValueError:  # not assigned so far
+                parts.append(Same(cell))
+        parts += [self.of(x, depth) for x in function.__defaults__ or ()]
+        named = function.__kwdefaults__ or {}
+        parts += [(x, self.of(y, depth)) for x, y in named.items()]
+        parts += [(x, self.of(space[x], depth)) for x in read if x in space]
+        return tuple(parts)
+
+    @staticmethod
+    def _of_array(value: Any) -> Any:
+        if value.size > _LONGEST or value.dtype.hasobject:
+            raise _ChangeableError
+        return value.dtype.str, value.shape, value.tobytes()
+
+    def _of_object(self, kind: type, value: Any, depth: int) -> Any:
+        """By identity, and by the attributes that codes name."""
+        if kind in (BuiltinFunctionType, np.ufunc, np.dtype, type(np.where)):
+            return Same(value)
+        if kind in (property, classmethod, staticmethod):
+            inner = "fget" if kind is property else "__func__"
+            return kind, self.of(getattr(value, inner), depth)
+        if isinstance(value, type):
+            if _root(value) in _LIBRARIES or value.__module__ == "builtins":
+                return Same(value)
+            own = _all_of(value)
+        elif kind is ModuleType:
+            own = vars(value)
+        else:
+            own = self._of_instance(kind, value)
+        return Same(value), tuple([
+            (name, self.of(x, depth)) for name, x in own.items()
+            if name in self.names or name == "__call__"
+        ])  # fmt: skip
+
+    @staticmethod
+    def _of_instance(kind: type, value: Any) -> dict[str, Any]:
+        """Attributes of an object and of its class."""
+        own = _all_of(kind)
+        changeable = isinstance(value, (set, frozenset, bytearray))
+        # An array of any library; an object that makes up attributes.
+        if changeable or "shape" in own or "__getattr__" in own:
+            raise _ChangeableError
+        for name, slot in own.items():
+            if isinstance(slot, MemberDescriptorType):
+                own[name] = getattr(value, name, None)
+        return own | getattr(value, "__dict__", {})
+
+
+def _root(value: Any) -> str:
+    name = value.__name__ if isinstance(value, ModuleType) else (
+        value.__module__
+    )  # fmt: skip
+    return str(name).partition(".")[0]
+
+
+def _all_of(kind: type) -> dict[str, Any]:
+    """What a class and its bases define, `object` aside."""
+    found: dict[str, Any] = {}
+    for base in kind.__mro__[:-1][::-1]:
+        found |= vars(base)
+    return found
