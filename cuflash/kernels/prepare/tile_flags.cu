@@ -110,6 +110,32 @@ inline u32 groups_outside(const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& t
     return groups;
 }
 
+// 32 pairs, as TileBits has them: from the lane's first row and column of a word. INSIDE: those
+// within the arrays read nothing outside the user's arrays; others are taken to be their last ones.
+struct Word { u32 visible, counted; };                      // visible and counted; counted
+template <bool INSIDE>
+inline Word test_word(
+    const MaskExpression& user, const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile, int row,
+    int column) {
+    Word word = {0, 0};
+    #pragma unroll 2
+    for (int j = 0; j < 8; ++j)
+        #pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int along = row + n / 2 * 8, across = column + j * 8 + n % 2;
+            const int query = FLAGS_OF_GROUPS ? across : along;
+            const int key = FLAGS_OF_GROUPS ? along : across;
+            const u32 bit = 1u << (j * 4 + n);
+            const int read_query = INSIDE ? min(query, tile.last_query) : query;
+            const int read_key = INSIDE ? min(key, tile.last_key) : key;
+            if (user.template visible<INSIDE>(read_query, read_key)) word.visible |= bit;
+            if (query <= tile.last_query && key <= tile.last_key && mask.visible(query, key))
+                word.counted |= bit;
+        }
+    word.visible &= word.counted;                           // not in between: no branches
+    return word;
+}
+
 // The flag of a tile by all its pairs, whose bits MASK_BITS keeps. Whole block.
 inline int test_pairs(
     const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile, int members) {
@@ -123,24 +149,16 @@ inline int test_pairs(
     seen.masked = tile.is_cut;
     for (int member = 0; member < members; ++member) {
         pair_mask.set_head(tile.head + member);
+        const bool is_inside = MaskExpression::READS && pair_mask.user.reads_inside(
+            tile.first_query, tile.last_query, tile.first_key, tile.last_key);
         #pragma unroll 1
         for (int word = threadIdx.x; word < TileBits::COUNT; word += NUM_THREADS) {
             const int row = first_row + word / 32 / TileBits::WORDS * 16;
             const int column = first_column + word / 32 % TileBits::WORDS * 64;
-            u32 bits = 0, counted = 0;
-            #pragma unroll 2
-            for (int j = 0; j < 8; ++j)
-                #pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const int along = row + n / 2 * 8, across = column + j * 8 + n % 2;
-                    const int query = OF_KEYS ? across : along, key = OF_KEYS ? along : across;
-                    const u32 bit = 1u << (j * 4 + n);
-                    if (pair_mask.user.visible(query, key)) bits |= bit;
-                    if (query <= tile.last_query && key <= tile.last_key
-                        && mask.visible(query, key))
-                        counted |= bit;
-                }
-            bits &= counted;                                // not in between: no branches
+            const Word tested = is_inside
+                ? test_word<true>(pair_mask.user, mask, tile, row, column)
+                : test_word<false>(pair_mask.user, mask, tile, row, column);
+            const u32 bits = tested.visible, counted = tested.counted;
             seen.visible |= bits != 0;
             seen.masked |= bits != counted;
             if (bits != 0) seen_groups |= 1u << word / (4 * TileBits::WORDS * 32);
