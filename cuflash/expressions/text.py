@@ -262,17 +262,19 @@ def _mask_struct(mask: Node | None, arrays: Sequence[ArrayKind]) -> list[str]:
         _SET_HEAD,
         *body.set_head,
         "    }",
-        "    template <bool WHOLE_WARP, class Query, class Key>",
+        *body.reads_inside([mask]),
+        "    template <bool WHOLE_WARP, bool INSIDE, class Query, class Key>",
         "    auto of(Query query, Key key) const {",
         *body.lines([mask]),
         f"        return {body.name(mask)};",
         "    }",
+        "    template <bool INSIDE = false>",
         "    bool visible(int query, int key) const {",
-        "        return of<false>(query, key);",
+        "        return of<false, INSIDE>(query, key);",
         "    }",
         "    template <bool WHOLE_WARP> Visibility visibility(",
         ranges_,
-        "        const ex::Truth found = ex::truth(of<WHOLE_WARP>(",
+        "        const ex::Truth found = ex::truth(of<WHOLE_WARP, false>(",
         "            ex::Interval<int>{first_query, last_query},",
         "            ex::Interval<int>{first_key, last_key}));",
         "        if (!found.may_be_true) return Visibility::NONE;",
@@ -443,7 +445,7 @@ class _Body:
         if node.of_head:
             how = "false"
         else:
-            how = "WHOLE_WARP" if self._exact else "false, INSIDE"
+            how = f"{'WHOLE_WARP' if self._exact else 'false'}, INSIDE"
         free = _free(node) if not node.of_head else [*range(len(node.args))]
         indices = "".join(f", {self.name(node.args[x])}" for x in free)
         return f"ex::gather<{kind}, {how}>({self._view(node)}{indices})"
@@ -452,7 +454,8 @@ class _Body:
         """The constant for reads in functions that do not test ranges."""
         if all(x.of_head for x in nodes.gathers(roots)):
             return []
-        return ["        constexpr bool INSIDE = false;"]
+        names = ["WHOLE_WARP"] * self._exact + ["INSIDE"]
+        return [f"        constexpr bool {x} = false;" for x in names]
 
     def reads_inside(self, roots: Sequence[Node]) -> list[str]:
         """Whether all reads of a tile's pairs are inside the arrays.
