@@ -97,11 +97,14 @@ def _score_struct(
             "    static constexpr bool READS = false;",
             "    bool reads_inside(int, int, int, int) const { return true; }",
             "    template <bool INSIDE = false>",
-            "    Real score(Real x, int, int) const { return x; }",
+            "    Real score(Real s, Real scale, int, int) const {",
+            "        return s * scale;",
+            "    }",
             "    template <bool INSIDE = false>",
-            "    Real score(Real x, int, int, Real& slope) const {",
+            "    Real score(Real s, Real scale, int, int, Real& slope)",
+            "        const {",
             "        slope = 1;",
-            "        return x;",
+            "        return s * scale;",
             "    }",
             f"    {_PAIRS} struct Gradients {{}};",
             f"    {_PAIRS} void add_gradients(",
@@ -125,7 +128,9 @@ def _score_struct(
     ]  # fmt: skip
     adds = [*body.not_inside(added), *body.lines(added)]
     adds += [line for x in gradients for line in body.add(x)]
-    pair = "(Real x, int query, int key"
+    if any(re.search(r"\bscale\b", x) for x in adds):
+        adds.insert(0, "        const Real s = x, scale = 1;")
+    pair = "(Real s, Real scale, int query, int key"
     return [
         *header,
         *body.members,
@@ -136,14 +141,22 @@ def _score_struct(
         "    }",
         *body.reads_inside([score, slope]),
         f"    template <bool INSIDE = false> Real score{pair}) const {{",
-        *body.lines([score]),
-        f"        return {body.name(score)};",
+        *_with_score(
+            [
+                *body.lines([score]),
+                f"        return {body.name(score)};",
+            ]
+        ),
         "    }",
         "    template <bool INSIDE = false>",
         f"    Real score{pair}, Real& slope) const {{",
-        *body.lines([score, slope]),
-        f"        slope = {body.name(slope)};",
-        f"        return {body.name(score)};",
+        *_with_score(
+            [
+                *body.lines([score, slope]),
+                f"        slope = {body.name(slope)};",
+                f"        return {body.name(score)};",
+            ]
+        ),
         "    }",
         f"    {_PAIRS} struct Gradients {{",
         *(
@@ -169,6 +182,13 @@ def _score_struct(
         "    }",
         "};",
     ]
+
+
+def _with_score(lines: list[str]) -> list[str]:
+    """Lines after that of x, the score that comes in, if one names it."""
+    if not any(re.search(r"\bx\b", x) for x in lines):
+        return lines
+    return ["        const Real x = ex::multiply(s, scale);", *lines]
 
 
 def _indices_of_pair(lines: list[str]) -> list[str]:
@@ -242,17 +262,19 @@ def _mask_struct(mask: Node | None, arrays: Sequence[ArrayKind]) -> list[str]:
         _SET_HEAD,
         *body.set_head,
         "    }",
-        "    template <bool WHOLE_WARP, class Query, class Key>",
+        *body.reads_inside([mask]),
+        "    template <bool WHOLE_WARP, bool INSIDE, class Query, class Key>",
         "    auto of(Query query, Key key) const {",
         *body.lines([mask]),
         f"        return {body.name(mask)};",
         "    }",
+        "    template <bool INSIDE = false>",
         "    bool visible(int query, int key) const {",
-        "        return of<false>(query, key);",
+        "        return of<false, INSIDE>(query, key);",
         "    }",
         "    template <bool WHOLE_WARP> Visibility visibility(",
         ranges_,
-        "        const ex::Truth found = ex::truth(of<WHOLE_WARP>(",
+        "        const ex::Truth found = ex::truth(of<WHOLE_WARP, false>(",
         "            ex::Interval<int>{first_query, last_query},",
         "            ex::Interval<int>{first_key, last_key}));",
         "        if (!found.may_be_true) return Visibility::NONE;",
@@ -411,6 +433,10 @@ class _Body:
         if _is_product(first):
             a, b = map(self.name, first.args)
             return f"ex::multiply_add({a}, {b}, {minus}{self.name(second)})"
+        if first is SCORE and second is not SCORE:
+            return f"ex::multiply_add(s, scale, {minus}{self.name(second)})"
+        if second is SCORE and first is not SCORE:
+            return f"ex::multiply_add({minus}s, scale, {self.name(first)})"
         return None
 
     # ---- Arrays ----
@@ -419,7 +445,7 @@ class _Body:
         if node.of_head:
             how = "false"
         else:
-            how = "WHOLE_WARP" if self._exact else "false, INSIDE"
+            how = f"{'WHOLE_WARP' if self._exact else 'false'}, INSIDE"
         free = _free(node) if not node.of_head else [*range(len(node.args))]
         indices = "".join(f", {self.name(node.args[x])}" for x in free)
         return f"ex::gather<{kind}, {how}>({self._view(node)}{indices})"
@@ -428,7 +454,8 @@ class _Body:
         """The constant for reads in functions that do not test ranges."""
         if all(x.of_head for x in nodes.gathers(roots)):
             return []
-        return ["        constexpr bool INSIDE = false;"]
+        names = ["WHOLE_WARP"] * self._exact + ["INSIDE"]
+        return [f"        constexpr bool {x} = false;" for x in names]
 
     def reads_inside(self, roots: Sequence[Node]) -> list[str]:
         """Whether all reads of a tile's pairs are inside the arrays.
@@ -439,8 +466,12 @@ class _Body:
         indices = dict.fromkeys(
             y for x in gathers for y in x.args if not y.of_head
         )
-        of_score = any("score" in x.depends for x in indices)
-        if not gathers or of_score:
+        # Of ints alone: reals of a pair may be rounded together, those of an
+        # interval are not.
+        of_reals = any(
+            x.kind == "real" and not x.of_head for x in nodes.in_order(indices)
+        )
+        if not gathers or of_reals:
             value = "true" if not gathers else "false"
             return [
                 "    static constexpr bool READS = false;",

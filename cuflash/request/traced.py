@@ -23,7 +23,7 @@ from cuflash.errors import (
     ValueRangeError,
     in_words,
 )
-from cuflash.expressions import trace
+from cuflash.expressions import nodes, trace
 from cuflash.expressions.nodes import Kind
 from cuflash.expressions.text import DTYPES, MOST_AXES
 from cuflash.request import layouts
@@ -206,6 +206,12 @@ def _given(
     if values:
         fields.append(("mod_numbers", len(values)))
     names = frozenset(x for x, _ in (*given.arrays, *given.numbers))
+    for name in nodes.LENGTHS:
+        if name in names:
+            raise ExpressionError(
+                f"mod_arrays has {name!r}, expected another name: a function's"
+                " argument of this one is the length of its sequence"
+            )
     return given, names, tuple(fields)
 
 

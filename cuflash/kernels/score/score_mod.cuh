@@ -18,6 +18,7 @@
 #include "score/softcap.cuh"
 
 constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD;
+constexpr bool BUILT_IN = SOFTCAP || ALIBI || BIAS;         // what comes before f
 constexpr bool BENDS = SOFTCAP || SCORE_MOD;
 
 template <class Real> struct SoftmaxScale { Real scale; };
@@ -133,7 +134,9 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         derivatives.by_product = slope_of_x[0];
         if constexpr (SCORE_MOD) {
             derivatives.argument = x[0];
-            x[0] = this->user.score(x[0], query, key, derivatives.by_bias);
+            x[0] = BUILT_IN
+                ? this->user.score(x[0], Real(1), query, key, derivatives.by_bias)
+                : this->user.score(product, scale, query, key, derivatives.by_bias);
             derivatives.by_product *= derivatives.by_bias;
         }
         return x[0];
@@ -167,7 +170,8 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         const Real bias = this->bias_of(query, key);
         Real x[1] = {product}, slope_of_x[1];
         scores<1>(x, [&](int) { return addend(distance, bias); }, slope_of_x);
-        if constexpr (SCORE_MOD) return this->user.score(x[0], query, key);
+        if constexpr (SCORE_MOD && BUILT_IN) return this->user.score(x[0], Real(1), query, key);
+        else if constexpr (SCORE_MOD) return this->user.score(product, scale, query, key);
         else return x[0];
     }
 };

@@ -35,13 +35,13 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
     }
 }
 
-// x becomes the user's function of it (SCORE_MOD), the derivative of x with it.
+// x becomes the user's function of scale x (SCORE_MOD), the derivative of x with it.
 template <class Mod>
 __device__ __forceinline__ void apply_user_score(
-    float& x, float& derivative, const Mod& score_mod, int query, int key) {
+    float& x, float& derivative, const Mod& score_mod, float scale, int query, int key) {
     if constexpr (SCORE_MOD) {
         float slope;
-        x = score_mod.user.score(x, query, key, slope);
+        x = score_mod.user.score(x, scale, query, key, slope);
         derivative *= slope;
     }
 }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void apply_user_scores(
             for (int i = 0; i < S_REGS; ++i) {
                 float slope;
                 scores[i] = score_mod.user.template score<inside.value>(
-                    rounded(products[i], score_mod.scale), query + (i / 4 * 8 + i % 2),
+                    products[i], score_mod.scale, query + (i / 4 * 8 + i % 2),
                     key + i / 2 % 2 * 8, slope);
                 if constexpr (SCORES_BEND) derivatives[i] = slope;
                 limit_reads(score_mod.user, i);
@@ -104,8 +104,8 @@ __device__ __forceinline__ void apply_in_parts(
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
-            apply_user_score(part_scores[i], part_derivatives[i], score_mod, pairs.query + query,
-                             pairs.key + key);
+            apply_user_score(part_scores[i], part_derivatives[i], score_mod, 1.0f,
+                             pairs.query + query, pairs.key + key);
             if (SCORE_MOD && i % 32 == 31) __syncwarp();    // limits loads in flight: registers
         }
         #pragma unroll
@@ -172,9 +172,9 @@ __device__ __forceinline__ void compute_p_of_user(
         rows.lse.read(lane_lse, j, lse);
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float score = rounded(s[j * 4 + i], score_mod.scale), slope = 1.0f;
-            apply_user_score(
-                score, slope, score_mod, query + (j * 8 + i % 2), key + i / 2 * 8);
+            float score = s[j * 4 + i], slope = 1.0f;
+            apply_user_score(score, slope, score_mod, score_mod.scale, query + (j * 8 + i % 2),
+                             key + i / 2 * 8);
             weights[i] = exp2_approx(fmaf(score, LOG2_E, -lse[i % 2]));
             s[j * 4 + i] = weights[i] * slope;
         }

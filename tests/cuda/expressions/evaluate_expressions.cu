@@ -1,5 +1,6 @@
 // Several users' functions, e0 to e<COUNT - 1>, of all pairs of one head: scores, slopes, visible
-// pairs, gradients of arrays; and of tiles, what intervals say, by a whole warp and by each lane.
+// pairs, gradients of arrays; and of tiles, what intervals say, by a whole warp and by each lane,
+// and whether all reads are inside the arrays.
 //
 // The text of the expressions (helpers/expression_kernels.py) calls visit(score, mask, grid, number)
 // of each in visit_all. Grid: 1 block of 32 threads. Constants: Element, Arguments. No shared memory.
@@ -32,7 +33,7 @@ struct Launch {
     Real *results, *values, *slopes;                        // (expressions, queries, keys)
     unsigned char* visible;                                 // (expressions, queries, keys)
     const int* tiles;                                       // (tiles, 4): first and last
-    unsigned char* flags;                                   // (expressions, 2, tiles)
+    unsigned char* flags;                                   // (expressions, 3, tiles)
     Real* sums;                                             // (expressions, num_sums)
     int b, h, queries, keys, num_tiles, num_sums;
 };
@@ -50,6 +51,24 @@ inline Arguments arguments_of(const Launch& a) {
         args.expression.sizes[i] = a.sizes[i];
     }
     return args;
+}
+
+inline bool same(Real x, Real y) { return x == y || (x != x && y != y); }
+
+// Of a tile: 0 if reads may leave the arrays, 1 if they do not, and scores without tests are the
+// same, 2 if they differ.
+template <class Score>
+inline unsigned char same_inside(const Launch& a, const Score& score, const int* tile) {
+    if (!Score::READS || !score.reads_inside(tile[0], tile[1], tile[2], tile[3])) return 0;
+    for (int query = tile[0]; query <= tile[1]; ++query)
+        for (int key = tile[2]; key <= tile[3]; ++key) {
+            const Real x = a.scores[query * a.keys + key];
+            Real slope, tested;
+            const Real y = score.template score<true>(x, Real(1), query, key, slope);
+            if (!same(y, score.score(x, Real(1), query, key, tested)) || !same(slope, tested)) return 2;
+            if (!same(score.template score<true>(x, Real(1), query, key), y)) return 2;
+        }
+    return 1;
 }
 
 template <class Pairs, class Score>
@@ -83,7 +102,7 @@ extern "C" __global__ void evaluate_expressions(const __grid_constant__ Launch a
             const i64 to = i64(number) * pairs + pair;
             a.results[to] = score.score(a.scores[pair], query, key);
             Real slope;
-            a.values[to] = score.score(a.scores[pair], query, key, slope);
+            a.values[to] = score.score(a.scores[pair], Real(1), query, key, slope);
             a.slopes[to] = slope;
             a.visible[to] = mask.visible(query, key);
         }
@@ -92,12 +111,13 @@ extern "C" __global__ void evaluate_expressions(const __grid_constant__ Launch a
                 add_gradients<typename decltype(grid)::type>(a, score, q_start, k_start);
         for (int i = 0; i < a.num_tiles; ++i) {
             const int* tile = a.tiles + 4 * i;
-            unsigned char* flag = a.flags + 2 * i64(number) * a.num_tiles + i;
+            unsigned char* flag = a.flags + 3 * i64(number) * a.num_tiles + i;
             const auto of_warp = mask.template visibility<true>(tile[0], tile[1], tile[2], tile[3]);
             if (lane == 0) flag[0] = static_cast<unsigned char>(of_warp);
             if (i % 32 != lane) continue;
             const auto own = mask.template visibility<false>(tile[0], tile[1], tile[2], tile[3]);
             flag[a.num_tiles] = static_cast<unsigned char>(own);
+            flag[2 * a.num_tiles] = same_inside(a, score, tile);
         }
     };
     visit_all(visit);
