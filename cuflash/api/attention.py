@@ -358,7 +358,7 @@ def backward(
         Tile sizes: queries and keys per tile, in tokens; tuned by default.
     deterministic : bool, optional
         Whether to sum `dq` in a fixed order, which makes it bitwise
-        reproducible. `dk` and `dv` always are.
+        reproducible, and so that `dmod` is. `dk` and `dv` always are.
     precision : {None, "tf32x3"}, optional
         As for `forward`; preferably the value that `forward` was given.
     dlse : array, (batch, num_heads_q, seqlen_q), optional
