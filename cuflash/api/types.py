@@ -100,12 +100,12 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         block_k: int | None
         precision: str | None
 
-    class VjpOptions(Options, Tiled, total=False):
+    class VjpOptions(Options, Tiled, Traced, total=False):
         """The keywords of `vjp`, but for return_lse."""
 
         num_splits: int | None
 
-    class ForwardOptions(VjpOptions, Traced, total=False):
+    class ForwardOptions(VjpOptions, total=False):
         """The keywords of `forward`, but for return_lse."""
 
         out: Array | None

@@ -17,7 +17,7 @@ from typing import (
 from cuflash.api import foreign_names
 from cuflash.api.attention import backward, forward
 from cuflash.api.foreign_names import split_options
-from cuflash.request.options import BY_NAME, UNTRACED
+from cuflash.request.options import BY_NAME, FORWARD
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,7 +34,7 @@ class Gradients(Generic[_Array]):
     """The gradients of a loss, by name.
 
     It unpacks as the result of `backward` does: ``dq, dk, dv = gradients``,
-    and after `dv` those of `dbias` and `dsink` that are not None.
+    and after `dv` those of `dbias`, `dsink` and `dmod` that are not None.
 
     Attributes
     ----------
@@ -43,6 +43,8 @@ class Gradients(Generic[_Array]):
     dbias, dsink : array or None
         With the shapes and dtypes of `bias` and `sink`; None for those that
         were not given, or not asked for.
+    dmod : dict of arrays, or None
+        Of the arrays of `mod_arrays` that were asked for, by their names.
     """
 
     dq: _Array
@@ -50,10 +52,12 @@ class Gradients(Generic[_Array]):
     dv: _Array
     dbias: _Array | None = None
     dsink: _Array | None = None
+    dmod: dict[str, _Array] | None = None
 
-    def __iter__(self) -> Iterator[_Array]:
+    def __iter__(self) -> Iterator[Any]:
         yield from (self.dq, self.dk, self.dv)
-        yield from (x for x in (self.dbias, self.dsink) if x is not None)
+        others = self.dbias, self.dsink, self.dmod
+        yield from (x for x in others if x is not None)
 
 
 class Vjp(Generic[_Array]):
@@ -81,6 +85,7 @@ class Vjp(Generic[_Array]):
         dv: Any = None,
         return_dbias: bool | None = None,
         return_dsink: bool | None = None,
+        return_dmod: tuple[str, ...] = (),
     ) -> Gradients[_Array]:
         """The gradients of a loss whose gradient with respect to out is dout.
 
@@ -94,6 +99,8 @@ class Vjp(Generic[_Array]):
         return_dbias, return_dsink : bool, optional
             Whether to compute these gradients; by default if `vjp` was given
             `bias` and `sink`.
+        return_dmod : tuple of str, optional
+            As for `backward`.
 
         Returns
         -------
@@ -107,6 +114,7 @@ class Vjp(Generic[_Array]):
             if is_wanted is None:
                 (moved,) = BY_NAME[name].needs
                 wanted[name] = self._options.get(moved) is not None
+        wanted["return_dmod"] = return_dmod
         found = backward(
             dout,
             *self._given,
@@ -179,7 +187,7 @@ def vjp(
 ) -> tuple[Any, ...]: ...
 
 
-@foreign_names.our_names("cuflash.vjp", UNTRACED)
+@foreign_names.our_names("cuflash.vjp", FORWARD)
 def vjp(
     q: Any,
     k: Any,
@@ -219,7 +227,8 @@ def vjp(
     vjp : Vjp
         ``vjp(dout)`` gives the `Gradients` dq, dk, dv, and dbias and dsink
         where `bias` and `sink` are given; ``vjp(dout, dlse=dlse)`` those of a
-        loss that depends on lse too. It can be called several times.
+        loss that depends on lse too, ``vjp(dout, return_dmod=names)`` those
+        of arrays of `mod_arrays`. It can be called several times.
 
     Raises
     ------

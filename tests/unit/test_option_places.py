@@ -34,7 +34,9 @@ PLACES = {
     "api/types": ("type checkers read text",),
     "api/tile_mask": ("its arguments", "mask_mod mod_arrays"),
     "api/attention": ("overloads", "return_dbias return_dsink return_dmod"),
-    "api/vjp": ("arguments of its own", "return_dbias return_dsink"),
+    "api/vjp": (
+        "arguments of its own", "return_dbias return_dsink return_dmod",
+    ),
     "api/kvcache": ("packs queries alone", "cu_seqlens_q max_seqlen_q"),
     "api/foreign_names": (
         "what others call ours",

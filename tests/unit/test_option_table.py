@@ -65,7 +65,7 @@ def test_defaults_are_those_of_the_calls(option):
     "call, names",
     [
         (cuflash.backward, options.FORWARD),
-        (cuflash.vjp, options.UNTRACED),
+        (cuflash.vjp, options.FORWARD),
         (cuflash.forward_kvcache, options.KVCACHE),
     ],
 )

@@ -8,7 +8,6 @@ import pytest
 
 import cuflash
 from cuflash.api import vjp as api_vjp
-from cuflash.request import options
 from helpers.compare import assert_arrays_equal
 
 rng = np.random.default_rng(0)
@@ -18,7 +17,6 @@ IDS = np.repeat(np.arange(2, dtype=np.int32), 4)[None].repeat(2, 0)
 OFFSETS = np.array([0, 3, 8], np.int32)
 BIAS = rng.standard_normal((2, 8, 8), dtype=np.float32)
 SINK = np.array([0.5, -0.5], np.float32)
-TRACED = {x.name for x in options.TABLE if x.traced}
 
 
 def same(got, want):
@@ -30,11 +28,11 @@ def test_the_options_are_those_of_forward_and_backward():
     own = inspect.signature(cuflash.vjp).parameters
     forward = inspect.signature(cuflash.forward).parameters
     assert {x: str(p) for x, p in own.items()} == {
-        x: str(p) for x, p in forward.items() if x != "out" and x not in TRACED
+        x: str(p) for x, p in forward.items() if x != "out"
     }
     backward = set(inspect.signature(cuflash.backward).parameters)
     later = set(inspect.signature(cuflash.vjp(Q, K, V)[1]).parameters)
-    assert backward - later - set(own) - TRACED == {"out", "lse"}
+    assert backward - later - set(own) == {"out", "lse"}
 
 
 OPTIONS = [
@@ -81,6 +79,29 @@ def test_a_bias_and_a_sink_have_gradients(with_bias):
     same(without, [*got][:3])
 
 
+def test_a_function_of_the_users_and_its_arrays():
+    def score(score, b, h, q_idx, kv_idx, *, table, rate):
+        return score * rate[h] + table[q_idx - kv_idx]
+
+    def mask(b, h, q_idx, kv_idx, *, rate):
+        return (q_idx >= kv_idx) | (rate[h] > 0)
+
+    arrays = {"table": BIAS[0, 0], "rate": SINK}
+    given = {"score_mod": score, "mask_mod": mask, "mod_arrays": arrays}
+    out, lse, vjp = cuflash.vjp(Q, K, V, **given, return_lse=True)
+    same((out, lse), cuflash.forward(Q, K, V, **given, return_lse=True))
+    names = {"return_dmod": ("table", "rate")}
+    *want, dmod = cuflash.backward(DOUT, Q, K, V, out, lse, **given, **names)
+    got = vjp(DOUT)
+    assert got.dmod is None
+    same(got, want)
+    *again, found = got = vjp(DOUT, **names)
+    same(again, want)
+    assert found is got.dmod
+    assert found.keys() == dmod.keys()
+    same(found.values(), dmod.values())
+
+
 def named(function, *others):
     """A value for each argument that has a default, but for some."""
     parameters = inspect.signature(function).parameters.values()
@@ -92,10 +113,12 @@ def test_each_option_is_handed_on(monkeypatch):
     """Those, too, of which calls on NumPy arrays take no notice."""
     calls = mock.Mock()
     calls.forward.return_value = "out", "lse"
-    calls.backward.return_value = "dq", "dk", "dv", "dbias", "dsink"
+    calls.backward.return_value = (
+        "dq", "dk", "dv", "dbias", "dsink", "dmod",
+    )  # fmt: skip
     monkeypatch.setattr(api_vjp, "forward", calls.forward)
     monkeypatch.setattr(api_vjp, "backward", calls.backward)
-    given = named(cuflash.vjp, "return_lse")
+    given = named(cuflash.vjp, "return_lse") | {"mod_arrays": {"a": 1}}
     _, vjp = cuflash.vjp(*"qkv", **given)
     calls.forward.assert_called_once_with(*"qkv", **given, return_lse=True)
     later = named(vjp)
