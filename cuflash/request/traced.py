@@ -261,6 +261,7 @@ def array_numbers(
     """
     sizes = np.ones((MOST, MOST_AXES), np.int64)
     strides = np.zeros((2, MOST, MOST_AXES), np.int64)
+    strides[1, :, 0] = 1
     for i, kind in enumerate(kinds):
         layout, axes = taken[slot(i)], slice(kind.ndim)
         sizes[i, axes] = layout.shape

@@ -14,7 +14,10 @@ from cuflash.plans.kernel import KernelPlan
 from cuflash.request.traced import bits
 from helpers.small_kernels import KERNELS, read_only
 
-INCLUDES = '#include "score/mod_arrays.cuh"\n'
+INCLUDES = """\
+#include "score/array_gradients.cuh"
+#include "score/mod_arrays.cuh"
+"""
 MOST_ARRAYS, MOST_AXES = 8, 4
 DTYPES = {"float32": np.float32, "float64": np.float64}
 
@@ -57,7 +60,7 @@ def _text(graphs, kinds, short):
         parts.append(f"namespace e{i} {{\n{own}\n}}\n")
     visits = "\n".join(
         f"    visit(e{i}::ScoreExpression<Accumulator<Element>>{{}},"
-        f" e{i}::MaskExpression{{}}, {i});"
+        f" e{i}::MaskExpression{{}}, Grid<{i % 4}>{{}}, {i});"
         for i in range(len(graphs))
     )
     return "\n".join([

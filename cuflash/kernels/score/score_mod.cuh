@@ -18,6 +18,7 @@
 #include "score/softcap.cuh"
 
 constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD;
+constexpr bool BUILT_IN = SOFTCAP || ALIBI || BIAS;         // what comes before f
 constexpr bool BENDS = SOFTCAP || SCORE_MOD;
 
 template <class Real> struct SoftmaxScale { Real scale; };
@@ -133,7 +134,9 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         derivatives.by_product = slope_of_x[0];
         if constexpr (SCORE_MOD) {
             derivatives.argument = x[0];
-            x[0] = this->user.score(x[0], query, key, derivatives.by_bias);
+            x[0] = BUILT_IN
+                ? this->user.score(x[0], Real(1), query, key, derivatives.by_bias)
+                : this->user.score(product, scale, query, key, derivatives.by_bias);
             derivatives.by_product *= derivatives.by_bias;
         }
         return x[0];
@@ -150,17 +153,25 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         }
     }
 
-    // Adds what a pair contributes to the gradients of the user's arrays (DMOD). ds: the gradient
-    // of its score, 0 of a masked pair.
-    void add_gradients(const Derivatives<Real>& derivatives, Real ds, int query, int key) const {
-        if constexpr (DMOD)
-            if (ds != 0) this->user.add_gradients(derivatives.argument, ds, query, key);
+    // Sums of a lane's pairs of a tile for the gradients of the user's arrays (DMOD). ds: the
+    // gradient of the score of query i and key j of `pairs` (lane_grid.cuh), 0 of a masked pair.
+    template <class Pairs>
+    using ArraySums = typename ScoreExpression<Real>::template Gradients<Pairs>;
+    template <class Pairs>
+    void add_gradients(ArraySums<Pairs>& sums, const Pairs& pairs, int i, int j,
+                       const Derivatives<Real>& derivatives, Real ds) const {
+        if constexpr (DMOD) this->user.add_gradients(sums, pairs, i, j, derivatives.argument, ds);
+    }
+    // After a tile's pairs, by whole warps.
+    template <class Pairs> void finish_gradients(ArraySums<Pairs>& sums, const Pairs& pairs) const {
+        if constexpr (DMOD) this->user.finish_gradients(sums, pairs);
     }
     Real score(Real product, Real distance, int query, int key) const {
         const Real bias = this->bias_of(query, key);
         Real x[1] = {product}, slope_of_x[1];
         scores<1>(x, [&](int) { return addend(distance, bias); }, slope_of_x);
-        if constexpr (SCORE_MOD) return this->user.score(x[0], query, key);
+        if constexpr (SCORE_MOD && BUILT_IN) return this->user.score(x[0], Real(1), query, key);
+        else if constexpr (SCORE_MOD) return this->user.score(product, scale, query, key);
         else return x[0];
     }
 };
