@@ -100,7 +100,7 @@ extern "C" __global__ void evaluate_expressions(const __grid_constant__ Launch a
         for (int pair = lane; pair < pairs; pair += 32) {
             const int query = pair / a.keys, key = pair % a.keys;
             const i64 to = i64(number) * pairs + pair;
-            a.results[to] = score.score(a.scores[pair], query, key);
+            a.results[to] = score.score(a.scores[pair], Real(1), query, key);
             Real slope;
             a.values[to] = score.score(a.scores[pair], Real(1), query, key, slope);
             a.slopes[to] = slope;
