@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash import emulator
-from cuflash.expressions import text
+from cuflash.expressions import nodes, text
 from cuflash.plans.kernel import KernelPlan
 from cuflash.request.traced import bits
 from helpers.small_kernels import KERNELS, read_only
@@ -18,6 +18,7 @@ INCLUDES = """\
 #include "score/array_gradients.cuh"
 #include "score/mod_arrays.cuh"
 """
+EVERYTHING = nodes.constant(True)  # a mask: a call without any has no text
 MOST_ARRAYS, MOST_AXES = 8, 4
 DTYPES = {"float32": np.float32, "float64": np.float64}
 
@@ -40,7 +41,7 @@ class Found:
 
     dmods : by slot.
     inside : of tiles, 1 if all reads are inside arrays; 2 if they are said to
-        be, and scores without tests differ.
+        be, and scores without tests differ. mask_inside: the same of masks.
     """
 
     score: np.ndarray
@@ -51,12 +52,13 @@ class Found:
     of_lane: np.ndarray
     dmods: dict
     inside: np.ndarray
+    mask_inside: np.ndarray
 
 
 def _text(graphs, kinds, short):
     parts = [INCLUDES]
     for i, x in enumerate(graphs):
-        own = text.text(x.score, x.mask, kinds, x.dmods, short)
+        own = text.text(x.score, x.mask or EVERYTHING, kinds, x.dmods, short)
         parts.append(f"namespace e{i} {{\n{own}\n}}\n")
     visits = "\n".join(
         f"    visit(e{i}::ScoreExpression<Accumulator<Element>>{{}},"
@@ -112,7 +114,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element,
     offsets = np.cumsum([0, *counts, *[0] * MOST_ARRAYS])
     values, results, slopes = (np.full(shape, np.nan, real) for _ in range(3))
     visible = np.full(shape, 7, np.uint8)
-    flags = np.full((len(graphs), 3, len(tiles)), 7, np.uint8)
+    flags = np.full((len(graphs), 4, len(tiles)), 7, np.uint8)
     sums = np.zeros((len(graphs), sum(counts)), real)
     nothing = [np.zeros(0)] * MOST_ARRAYS
     fields = {
@@ -154,7 +156,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element,
                     arrays[slot].shape)
                 for slot in x.dmods
             },
-            flags[i, 2],
+            flags[i, 2], flags[i, 3],
         )
         for i, x in enumerate(graphs)
     ]  # fmt: skip

@@ -86,6 +86,7 @@ def run(of_scores, of_masks, seed, element, short=False):
 
 def assert_flags_hold(found, of):
     """Whatever intervals say of a tile, its pairs are so."""
+    assert 2 not in found.mask_inside, of
     for i, (q, last_q, k, last_k) in enumerate(tiles(QUERIES, KEYS)):
         visible = found.visible[q : last_q + 1, k : last_k + 1]
         for flag in (found.of_warp[i], found.of_lane[i]):

@@ -2,8 +2,9 @@
 // pairs, gradients of arrays; and of tiles, what intervals say, by a whole warp and by each lane,
 // and whether all reads are inside the arrays.
 //
-// The text of the expressions (helpers/expression_kernels.py) calls visit(score, mask, grid, number)
-// of each in visit_all. Grid: 1 block of 32 threads. Constants: Element, Arguments. No shared memory.
+// The text of the expressions (helpers/expression_kernels.py) calls visit(score, mask, grid,
+// number) of each in visit_all. Grid: 1 block of 32 threads. Constants: Element, Arguments. No
+// shared memory.
 #include "common/constants.cuh"
 #include "score/lane_grid.cuh"
 
@@ -33,7 +34,7 @@ struct Launch {
     Real *results, *values, *slopes;                        // (expressions, queries, keys)
     unsigned char* visible;                                 // (expressions, queries, keys)
     const int* tiles;                                       // (tiles, 4): first and last
-    unsigned char* flags;                                   // (expressions, 3, tiles)
+    unsigned char* flags;                                   // (expressions, 4, tiles)
     Real* sums;                                             // (expressions, num_sums)
     int b, h, queries, keys, num_tiles, num_sums;
 };
@@ -65,9 +66,18 @@ inline unsigned char same_inside(const Launch& a, const Score& score, const int*
             const Real x = a.scores[query * a.keys + key];
             Real slope, tested;
             const Real y = score.template score<true>(x, Real(1), query, key, slope);
-            if (!same(y, score.score(x, Real(1), query, key, tested)) || !same(slope, tested)) return 2;
+            if (!same(y, score.score(x, Real(1), query, key, tested))) return 2;
+            if (!same(slope, tested)) return 2;
             if (!same(score.template score<true>(x, Real(1), query, key), y)) return 2;
         }
+    return 1;
+}
+
+template <class Mask> inline unsigned char mask_is_same_inside(const Mask& mask, const int* tile) {
+    if (!Mask::READS || !mask.reads_inside(tile[0], tile[1], tile[2], tile[3])) return 0;
+    for (int query = tile[0]; query <= tile[1]; ++query)
+        for (int key = tile[2]; key <= tile[3]; ++key)
+            if (mask.template visible<true>(query, key) != mask.visible(query, key)) return 2;
     return 1;
 }
 
@@ -100,7 +110,7 @@ extern "C" __global__ void evaluate_expressions(const __grid_constant__ Launch a
         for (int pair = lane; pair < pairs; pair += 32) {
             const int query = pair / a.keys, key = pair % a.keys;
             const i64 to = i64(number) * pairs + pair;
-            a.results[to] = score.score(a.scores[pair], query, key);
+            a.results[to] = score.score(a.scores[pair], Real(1), query, key);
             Real slope;
             a.values[to] = score.score(a.scores[pair], Real(1), query, key, slope);
             a.slopes[to] = slope;
@@ -111,13 +121,14 @@ extern "C" __global__ void evaluate_expressions(const __grid_constant__ Launch a
                 add_gradients<typename decltype(grid)::type>(a, score, q_start, k_start);
         for (int i = 0; i < a.num_tiles; ++i) {
             const int* tile = a.tiles + 4 * i;
-            unsigned char* flag = a.flags + 3 * i64(number) * a.num_tiles + i;
+            unsigned char* flag = a.flags + 4 * i64(number) * a.num_tiles + i;
             const auto of_warp = mask.template visibility<true>(tile[0], tile[1], tile[2], tile[3]);
             if (lane == 0) flag[0] = static_cast<unsigned char>(of_warp);
             if (i % 32 != lane) continue;
             const auto own = mask.template visibility<false>(tile[0], tile[1], tile[2], tile[3]);
             flag[a.num_tiles] = static_cast<unsigned char>(own);
             flag[2 * a.num_tiles] = same_inside(a, score, tile);
+            flag[3 * a.num_tiles] = mask_is_same_inside(mask, tile);
         }
     };
     visit_all(visit);
