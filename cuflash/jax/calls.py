@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 from cuflash.errors import DTypeError
 from cuflash.plans import plan
 from cuflash.request import checks
-from cuflash.request.folding import Names
 from cuflash.request.options import MOVED
 from cuflash.request.problem import Call
 from cuflash.request.validate import attention as validate
 from cuflash.request.validate import derivatives as validate_derivatives
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
+from cuflash.request.vmap import Names
 
 from .arrays import Abstract
 

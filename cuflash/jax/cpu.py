@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 
 from cuflash.api import attention as api_attention
 from cuflash.api import derivatives as api_derivatives
-from cuflash.request.folding import Names
+from cuflash.request.vmap import Names
 
 from .calls import (
     Asked,

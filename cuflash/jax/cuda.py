@@ -19,8 +19,8 @@ from cuflash.backends.base import Backend
 from cuflash.launch import attention as execute
 from cuflash.launch.runner import Kernels
 from cuflash.request import options
-from cuflash.request.folding import Names
 from cuflash.request.problem import Call
+from cuflash.request.vmap import Names
 
 from .arrays import Abstract, abstract
 from .calls import (

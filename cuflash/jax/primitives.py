@@ -26,7 +26,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cuflash.errors import UnsupportedError
-from cuflash.request.folding import Names
+from cuflash.request.vmap import Names
 
 from .arrays import abstract
 from .calls import (
