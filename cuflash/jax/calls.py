@@ -19,7 +19,7 @@ from cuflash.request.validate import derivatives as validate_derivatives
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
 from cuflash.request.vmap import Names
 
-from .arrays import Abstract
+from .abstract import Abstract
 
 Asked: TypeAlias = tuple[tuple[str, Any], ...]  # (argument, value)
 

@@ -22,7 +22,7 @@ from cuflash.request import options
 from cuflash.request.problem import Call
 from cuflash.request.vmap import Names
 
-from .arrays import Abstract, abstract
+from .abstract import Abstract, abstract
 from .calls import (
     Asked,
     backward_call,

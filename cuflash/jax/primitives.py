@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cuflash.errors import UnsupportedError
 from cuflash.request.vmap import Names
 
-from .arrays import abstract
+from .abstract import abstract
 from .calls import (
     Asked,
     backward_call,

@@ -21,7 +21,7 @@ from cuflash.plans import workspace
 from cuflash.request.layouts import Boxes
 from cuflash.request.problem import Call
 
-from .arrays import Abstract
+from .abstract import Abstract
 
 _OFFSET_BITS = 40  # an address is (slot + 1, offset)
 

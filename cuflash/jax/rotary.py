@@ -13,7 +13,8 @@ from cuflash.api import foreign_names
 from cuflash.request.problem import Call
 from cuflash.request.validate import rotary as validate
 
-from .arrays import abstract, check_array, check_static, on_host
+from .abstract import abstract
+from .checks import check_array, check_static, on_host
 
 
 @foreign_names.our_names("cuflash.jax.apply_rotary")
