@@ -9,12 +9,6 @@ from cuflash.errors import UnsupportedError
 from cuflash.request import checks
 from cuflash.request.options import ARRAYS, TABLE
 from cuflash.request.problem import Call, Layout, Signature
-from cuflash.request.validate.arrays import (
-    AXES,
-    AXES_LSE,
-    MAX_LENGTH_OF_OPTIONS,
-    Arrays,
-)
 from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.memory import check_apart
@@ -27,6 +21,12 @@ from cuflash.request.validate.scalars import (
     numbers_of,
     scalars_of,
     splits_of,
+)
+from cuflash.request.validate.shapes import (
+    AXES,
+    AXES_LSE,
+    MAX_LENGTH_OF_OPTIONS,
+    Arrays,
 )
 
 
