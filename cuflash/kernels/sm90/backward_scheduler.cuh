@@ -14,6 +14,7 @@
 #include "sm90/backward_constants.cuh"
 #include "sm90/semaphores.cuh"
 #include "common/packed_sequences.cuh"
+#include "sm90/pipeline.cuh"
 #include "sm90/wgmma.cuh"
 
 // ---- Work tiles ----
