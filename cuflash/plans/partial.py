@@ -8,13 +8,11 @@ from .kernel import KernelPlan, Plan
 from .rounding import ceil_div
 from .steps import ELEMENTS, ROW_THREADS, element, plan_of_one
 
-_VECTOR = 4  # elements of a lane, so that it loads up to 16 bytes
 
-
-def _vector(columns: int, is_wide: bool) -> int:
-    """The elements that a lane loads at once: a divisor of the columns."""
-    most = _VECTOR // 2 if is_wide else _VECTOR
-    return most if columns % most == 0 else 1
+def _row_vector(problem: Problem) -> int:
+    """The elements that a lane loads at once, of up to 16 bytes in all."""
+    most = 2 if problem.dtype == "float64" else 4
+    return most if problem.head_dim_v % most == 0 else 1
 
 
 def merge_rows_plan(
@@ -32,7 +30,7 @@ def merge_rows_plan(
     count : int
         How many others.
     """
-    vector = _vector(problem.head_dim_v, problem.dtype == "float64")
+    vector = _row_vector(problem)
     heads = max(problem.num_heads_q, 1)
     warps = min(ROW_THREADS // 32, 1 << heads.bit_length() - 1)
     blocks = problem.batch * problem.seqlen_q * ceil_div(heads, warps)
@@ -49,7 +47,7 @@ def add_rows_plan(
 
     Parameters are those of `merge_rows_plan`.
     """
-    vector = _vector(problem.head_dim_v, problem.dtype == "float64")
+    vector = _row_vector(problem)
     columns = problem.num_heads_q * problem.head_dim_v
     parts = ceil_div(columns, ROW_THREADS * vector)
     blocks = problem.batch * problem.seqlen_q * parts
