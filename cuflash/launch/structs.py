@@ -16,11 +16,10 @@ import numpy as np
 from cuflash.launch import c_structs
 from cuflash.launch.c_structs import Fields, described
 from cuflash.launch.parts import DIRECTIONS
+from cuflash.plans.arguments import struct_name
 from cuflash.request.problem import FEW_STATES, MOST_STATES
 
 # ---- Composing a struct of parts, and choosing one ----
-
-_WORDS = {"maps": "Wgmma", "split": "Split", "options": "Options"}
 
 _CHOSEN: dict[tuple[str, frozenset[str]], np.dtype] = {}
 
@@ -37,10 +36,7 @@ def _arguments(
 def _composed(direction: str, words: str, comment: str = "") -> np.dtype:
     """The same, composed of the arrays and the parts for these words."""
     has = words.split()
-    prefix, arrays, parts = DIRECTIONS[direction]
-    name = prefix + "".join(_WORDS[x] for x in has) + "Arguments"
-    if name == arrays:
-        name = f"{prefix}PlainArguments"
+    arrays, parts = DIRECTIONS[direction]
     present = [part for part in parts if {*part.of.split()} <= {*has}]
     fields = (
         *(x for part in present for x in part.pointers),
@@ -48,15 +44,15 @@ def _composed(direction: str, words: str, comment: str = "") -> np.dtype:
         *(x for part in present for x in part.numbers),
         *(x for part in present for x in part.last),
     )
+    name = struct_name(direction, has)
     return _arguments(direction, words, name, comment, *fields)
 
 
 def chosen(direction: str, parts: set[str]) -> np.dtype:
     """The struct of a direction's calls that have these parts.
 
-    parts : of "maps" (TensorMaps), "split" (keys), "options", and "many"
-        (states to merge). A word that no struct of a direction knows is
-        ignored.
+    parts : as of `plans.arguments`. A word that no struct of a direction
+        knows is ignored.
     """
     known = {x for name, has in _CHOSEN if name == direction for x in has}
     return _CHOSEN[direction, frozenset(parts & known)]
@@ -209,11 +205,11 @@ ForwardSplitArguments = _composed(
 ForwardSplitOptionsArguments = _composed("forward", "split options")
 
 
-def _merge_struct(name: str, states: int, words: str = "") -> np.dtype:
+def _merge_struct(states: int, words: str = "") -> np.dtype:
     return _arguments(
         "merge",
         words,
-        name,
+        struct_name("merge", words.split()),
         "All arrays are contiguous: those of out (batch, seqlen_q,"
         " num_heads_q, head_dim_v), those of lse\n(batch, num_heads_q,"
         " seqlen_q).",
@@ -223,8 +219,8 @@ def _merge_struct(name: str, states: int, words: str = "") -> np.dtype:
     )
 
 
-MergeArguments = _merge_struct("MergeArguments", FEW_STATES)
-MergeManyArguments = _merge_struct("MergeManyArguments", MOST_STATES, "many")
+MergeArguments = _merge_struct(FEW_STATES)
+MergeManyArguments = _merge_struct(MOST_STATES, "many")
 
 MergeRowsArguments = _arguments(
     "merge_rows",

@@ -23,7 +23,6 @@ from .steps import (
     is_packed,
     lse_bytes,
     main_kernel,
-    option_constants,
 )
 
 # Rows of a key head up to which keys are read a few times, from L2 but once.
@@ -175,16 +174,15 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     blocks_per_sm = _decode_blocks_per_sm(problem, device, tile, shared)
     of_k, of_v = _kv_vectors(problem)
     main = main_kernel(
-        problem, replace(tile, blocks_per_sm=blocks_per_sm), "decode_simt",
+        problem, replace(tile, blocks_per_sm=blocks_per_sm), "decode",
         _padded(problem), shared,
         ("WARP_KEYS", _warp_keys(tile)),
         ("K_VECTOR", of_k),
         ("V_VECTOR", of_v),
         ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
-        *option_constants(problem, "Split"),
+        part="_simt",
     )  # fmt: skip
-    main = replace(main, file="decode/forward_simt.cu")
     return split_plan(
         problem, device, "decode_simt", tile, main, blocks_per_sm
     )
