@@ -15,9 +15,9 @@ from cuflash.request.options import FORWARD, INDICES
 from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.validate import host_values
 
-from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
+from . import batching, calls, cpu, cuda, derivatives  # noqa: F401  (rules)
 from .abstract import abstract
-from .calls import Asked, asked_of, forward_call
+from .calls import Asked, asked_of
 from .checks import check_array, check_static, on_host
 from .primitives import attention_p
 
@@ -166,7 +166,7 @@ def attention(
 
 def _bind(given: dict[str, Any], asked: Asked, return_lse: Any) -> Any:
     types = {name: abstract(x) for name, x in given.items()}
-    call = forward_call(types, asked, return_lse)
+    call = calls.forward(tuple(given), asked, return_lse).check(types)
     given = _with_int32(given)
     packed = "cu_seqlens_q" in given
     if packed:

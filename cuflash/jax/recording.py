@@ -104,7 +104,7 @@ def record(
     Parameters
     ----------
     run : callable
-        `execute.forward` or `execute.backward`.
+        As a method of `launch.runner.Kernels`, of a backend.
     call : Call
         Its arrays are `Abstract`, with slots below `num_inputs`.
     num_inputs : int
