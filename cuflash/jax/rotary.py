@@ -70,9 +70,7 @@ def apply_rotary(
     (2, 16, 4, 8)
     """
     if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.jax.apply_rotary", unknown, positional
-        )
+        foreign_names.refuse("cuflash.jax.apply_rotary", unknown, positional)
     settings.check()
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
