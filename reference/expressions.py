@@ -237,7 +237,8 @@ def add_gradients(
         index = [np.broadcast_to(x, ds.shape)[reads] for x in gather.index]
         total = totals[gather.name][None]  # an array may have no axis
         zero = np.zeros(terms[reads].shape, np.int64)
-        np.add.at(total, (zero, *index), terms[reads])
+        with np.errstate(all="ignore"):
+            np.add.at(total, (zero, *index), terms[reads])
 
 
 def _arguments(

@@ -311,7 +311,7 @@ def measure(
     """One row's times in milliseconds."""
     problem = Problem(ROWS[name], head_dim, seqlen, given.dtype)
     found: dict[str, Any] = {"row": name, "d": head_dim, "n": seqlen}
-    calls = {}
+    calls: dict[str, tuple[Any, Any]] = {}
     for kind, options in (
         ("expression", problem.expression()), ("option", problem.option()),
     ):  # fmt: skip
@@ -322,11 +322,10 @@ def measure(
         cupy.cuda.runtime.deviceSynchronize()
         found[f"{kind}_first_s"] = round(time.perf_counter() - start, 2)
     if ROWS[name].gradient:
-        wanted = {
-            **problem.expression(),
-            "return_dmod": (ROWS[name].gradient,),
-        }
-        calls["with_gradient"] = (None, problem.calls(wanted)[1])
+        _, backward = problem.calls(
+            problem.expression(), return_dmod=(ROWS[name].gradient,)
+        )
+        calls["with_gradient"] = None, backward
         calls["with_gradient"][1]()
     found["largest_difference"] = check(problem, name)
     if given.peer == "flex":

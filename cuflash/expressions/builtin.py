@@ -122,6 +122,40 @@ def _affine(root: Node) -> tuple[int, int, int] | None:
     return known[root]
 
 
+def shared_by(gather: Node) -> str | None:
+    """What its indices depend on, so that pairs that have it in common share.
+
+    "all": neither q_idx nor kv_idx; "q_idx" or "kv_idx" alone; "distance":
+    q_idx - kv_idx alone; None: anything else.
+    """
+    varying = [x for x in gather.args if not x.of_head]
+    depends = {y for x in varying for y in x.depends}
+    if "score" in depends:
+        return None
+    of_pair = depends & {"q_idx", "kv_idx"}
+    if len(of_pair) < 2:
+        return of_pair.pop() if of_pair else "all"
+    return "distance" if all(map(_of_distance, varying)) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_distance(root: Node) -> bool:
+    """Whether q_idx and kv_idx occur in q_idx - kv_idx alone."""
+    stack, seen = [root], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.of_head:
+            continue
+        seen.add(node)
+        form = _affine(node)
+        if form is not None and form[0] == -form[1]:
+            continue
+        if node.op == "index":
+            return False
+        stack += node.args
+    return True
+
+
 @functools.lru_cache(maxsize=4096)
 def softcap(score: Node) -> tuple[float, Node]:
     """The softcap that a score goes through first, 0 for none, and the rest.

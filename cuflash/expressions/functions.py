@@ -76,7 +76,8 @@ def _of_divisor(function: Any, a: Any, b: Any) -> Any:
         with np.errstate(all="ignore"):
             return function(a, b)
     safe = np.where(b == 0, 1, b)
-    return np.where(b == 0, 0, function(a, safe))
+    with np.errstate(all="ignore"):  # the least int by -1 overflows
+        return np.where(b == 0, 0, function(a, safe))
 
 
 def _shifted(function: Any, a: Any, b: Any) -> Any:

@@ -2,7 +2,8 @@
 
 ``to_real(q_idx - kv_idx)`` converts once a pair, at a quarter of the rate of
 additions; ``to_real(q_idx) - to_real(kv_idx)`` once a row and once a column,
-and is the same number while all ints in it are below 2^24.
+and is the same number while all ints in it are below 2^24. Only an int's 0 has
+no sign: where a division or a power could tell, nothing is moved.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ _EXACT = 2**24
 
 _SUMS = ("add", "subtract")
 _CHOICES = ("minimum", "maximum")
+# What tells -0.0 from 0.0, if it is not the first of two operands.
+_TELL_SIGNS = ("divide", "floor_divide", "remainder", "power")
 
 
 @functools.lru_cache(maxsize=4096)
 def in_reals(root: Node) -> Node:
     """The graph with conversions moved to its indices."""
     found: dict[Node, Node] = {}
-    for node in nodes.in_order([root]):
+    order = nodes.in_order([root])
+    signed = any(
+        x.op in _TELL_SIGNS and not x.args[1].is_constant for x in order
+    )
+    for node in order:
         real = None
         if node.op == "to_real":
-            real = _real_of(node.args[0])
+            real = _real_of(node.args[0], signed)
         if real is None:
             args = tuple(found[x] for x in node.args)
             same = args == node.args
@@ -39,11 +46,16 @@ def in_reals(root: Node) -> Node:
     return found[root]
 
 
-def _real_of(root: Node) -> Node | None:
-    """A real node of the same value, None if one might be rounded."""
+def _real_of(root: Node, signed: bool) -> Node | None:
+    """A real node of the same value, None if one might be rounded.
+
+    signed : whether -0.0 is another value than 0.0.
+    """
     known: dict[Node, tuple[Node, int]] = {}
     for node in nodes.in_order([root]):
         if any(x not in known for x in node.args):
+            return None
+        if signed and node.op in ("negative", "multiply"):
             return None
         args = [known[x] for x in node.args]
         sizes = [size for _, size in args]

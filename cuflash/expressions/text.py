@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from cuflash.expressions import derivative, nodes, ranges
+from cuflash.expressions.builtin import shared_by
 from cuflash.expressions.nodes import SCORE, Node
 from cuflash.expressions.reals import in_reals
 from cuflash.expressions.trace import ArrayKind
@@ -38,6 +40,7 @@ def text(
     arrays: tuple[ArrayKind, ...] = (),
     dmods: tuple[int, ...] = (),
     short: bool = False,
+    exact_sums: bool = False,
 ) -> str:
     """The text for a score and a mask; of None, a struct that does nothing.
 
@@ -50,6 +53,8 @@ def text(
         The slots of the arrays whose gradients are summed.
     short : bool
         Whether no sequence has more than `reals.SHORT` tokens.
+    exact_sums : bool
+        Whether gradients are summed exactly (score/exact_sums.cuh).
     """
     if score is not None and short:
         score = in_reals(score)
@@ -58,7 +63,7 @@ def text(
         f"constexpr bool MASK_OF_BATCH = {_bool('b' in of_mask)};",
         f"constexpr bool MASK_OF_HEAD = {_bool('h' in of_mask)};",
         "",
-        *_score_struct(score, arrays, dmods),
+        *_score_struct(score, arrays, dmods, exact_sums),
         "",
         *_mask_struct(mask, arrays),
         "",
@@ -73,8 +78,15 @@ _HEAD = "const Arguments& args, int b, int h, int seqlen_q, int seqlen_k"
 _SET_HEAD = f"    void set_head({_HEAD}) {{"
 
 
+_PAIRS = "template <class Pairs>"
+_SUMS = "(Gradients<Pairs>& sums, const Pairs& pairs"
+
+
 def _score_struct(
-    score: Node | None, arrays: Sequence[ArrayKind], dmods: tuple[int, ...]
+    score: Node | None,
+    arrays: Sequence[ArrayKind],
+    dmods: tuple[int, ...],
+    exact_sums: bool,
 ) -> list[str]:
     header = ["template <class Real> struct ScoreExpression {"]
     if score is None:
@@ -82,19 +94,43 @@ def _score_struct(
             *header,
             "    template <class Arguments>",
             "    void set_head(const Arguments&, int, int, int, int) {}",
-            "    Real score(Real x, int, int) const { return x; }",
-            "    Real score(Real x, int, int, Real& slope) const {",
-            "        slope = 1;",
-            "        return x;",
+            "    static constexpr bool READS = false;",
+            "    bool reads_inside(int, int, int, int) const { return true; }",
+            "    template <bool INSIDE = false>",
+            "    Real score(Real s, Real scale, int, int) const {",
+            "        return s * scale;",
             "    }",
-            "    void add_gradients(Real, Real, int, int) const {}",
+            "    template <bool INSIDE = false>",
+            "    Real score(Real s, Real scale, int, int, Real& slope)",
+            "        const {",
+            "        slope = 1;",
+            "        return s * scale;",
+            "    }",
+            f"    {_PAIRS} struct Gradients {{}};",
+            f"    {_PAIRS} void add_gradients(",
+            "        Gradients<Pairs>&, const Pairs&, int, int, Real, Real)"
+            " const {}",
+            f"    {_PAIRS} void finish_gradients(",
+            "        Gradients<Pairs>&, const Pairs&) const {}",
             "};",
         ]
     slope = derivative.slope(score)
     scatters = derivative.of_gathers(score, dmods) if dmods else {}
     needed = [score, slope, *scatters, *scatters.values()]
     body = _Body(needed, arrays, exact=False, scatters=bool(scatters))
-    pair = "(Real x, int query, int key"
+    gradients = [
+        _Gradient(f"sums.{body.name(g)}", g, by, exact_sums)
+        for g, by in scatters.items()
+    ]
+    added = [
+        node for x in gradients
+        for node in (x.by, *(() if x.sums else x.gather.args))
+    ]  # fmt: skip
+    adds = [*body.not_inside(added), *body.lines(added)]
+    adds += [line for x in gradients for line in body.add(x)]
+    if any(re.search(r"\bscale\b", x) for x in adds):
+        adds.insert(0, "        const Real s = x, scale = 1;")
+    pair = "(Real s, Real scale, int query, int key"
     return [
         *header,
         *body.members,
@@ -103,25 +139,100 @@ def _score_struct(
         _SET_HEAD,
         *body.set_head,
         "    }",
-        f"    Real score{pair}) const {{",
-        *body.lines([score]),
-        f"        return {body.name(score)};",
+        *body.reads_inside([score, slope]),
+        f"    template <bool INSIDE = false> Real score{pair}) const {{",
+        *_with_score(
+            [
+                *body.lines([score]),
+                f"        return {body.name(score)};",
+            ]
+        ),
         "    }",
+        "    template <bool INSIDE = false>",
         f"    Real score{pair}, Real& slope) const {{",
-        *body.lines([score, slope]),
-        f"        slope = {body.name(slope)};",
-        f"        return {body.name(score)};",
+        *_with_score(
+            [
+                *body.lines([score, slope]),
+                f"        slope = {body.name(slope)};",
+                f"        return {body.name(score)};",
+            ]
+        ),
         "    }",
-        "    void add_gradients(Real x, Real ds, int query, int key) const {",
-        *body.lines([*scatters.values(), *_indices(scatters)]),
-        *(x for g, by in scatters.items() for x in body.scatter(g, by)),
+        f"    {_PAIRS} struct Gradients {{",
+        *(
+            f"        ex::{x.sums}<Real, Pairs> {body.name(x.gather)};"
+            for x in gradients
+            if x.sums
+        ),
+        "    };",
+        f"    {_PAIRS}",
+        f"    void add_gradients{_SUMS}, int i, int j, Real x, Real ds) const"
+        " {",
+        *_indices_of_pair(adds),
+        *(
+            []
+            if any(x.sums for x in gradients)
+            else ["        if (ds == Real(0)) return;"]
+        ),
+        *adds,
+        "    }",
+        f"    {_PAIRS}",
+        f"    void finish_gradients{_SUMS}) const {{",
+        *(line for x in gradients for line in body.finish(x)),
         "    }",
         "};",
     ]
 
 
-def _indices(gathers: Iterable[Node]) -> list[Node]:
-    return [x for gather in gathers for x in gather.args]
+def _with_score(lines: list[str]) -> list[str]:
+    """Lines after that of x, the score that comes in, if one names it."""
+    if not any(re.search(r"\bx\b", x) for x in lines):
+        return lines
+    return ["        const Real x = ex::multiply(s, scale);", *lines]
+
+
+def _indices_of_pair(lines: list[str]) -> list[str]:
+    """Those of query i and key j of `pairs` that lines use."""
+    return [
+        f"        const int {x} = pairs.{x} + Pairs::{axis}::offset({i});"
+        for x, axis, i in (("query", "Queries", "i"), ("key", "Keys", "j"))
+        if re.search(rf"\b{x}\b", "\n".join(lines))
+    ]
+
+
+# How the pairs that share an element are summed first, by what its indices
+# depend on: score/array_gradients.cuh.
+_KINDS = {
+    "all": "HeadSum", "q_idx": "QuerySums", "kv_idx": "KeySums",
+    "distance": "DistanceSums",
+}  # fmt: skip
+
+
+class _Gradient:
+    """The gradient of an array by what one gather reads.
+
+    Attributes
+    ----------
+    name : str
+        The sums of a lane's pairs.
+    gather, by : Node
+        And f_a, the score's derivative by it.
+    sums : str or None
+        Their type; None if pairs do not share elements.
+    by_warp : bool
+        Whether all lanes may add to one element, though sums are of many.
+    target : str
+        The type of the sums in global memory.
+    """
+
+    def __init__(
+        self, name: str, gather: Node, by: Node, exact_sums: bool
+    ) -> None:
+        self.name, self.gather, self.by = name, gather, by
+        shared = shared_by(gather)
+        self.sums = _KINDS[shared] if shared else None
+        self.by_warp = shared == "distance"
+        self.target = "ExactSums" if exact_sums else "FloatSums"
 
 
 def _mask_struct(mask: Node | None, arrays: Sequence[ArrayKind]) -> list[str]:
@@ -151,17 +262,19 @@ def _mask_struct(mask: Node | None, arrays: Sequence[ArrayKind]) -> list[str]:
         _SET_HEAD,
         *body.set_head,
         "    }",
-        "    template <bool WHOLE_WARP, class Query, class Key>",
+        *body.reads_inside([mask]),
+        "    template <bool WHOLE_WARP, bool INSIDE, class Query, class Key>",
         "    auto of(Query query, Key key) const {",
         *body.lines([mask]),
         f"        return {body.name(mask)};",
         "    }",
+        "    template <bool INSIDE = false>",
         "    bool visible(int query, int key) const {",
-        "        return of<false>(query, key);",
+        "        return of<false, INSIDE>(query, key);",
         "    }",
         "    template <bool WHOLE_WARP> Visibility visibility(",
         ranges_,
-        "        const ex::Truth found = ex::truth(of<WHOLE_WARP>(",
+        "        const ex::Truth found = ex::truth(of<WHOLE_WARP, false>(",
         "            ex::Interval<int>{first_query, last_query},",
         "            ex::Interval<int>{first_key, last_key}));",
         "        if (!found.may_be_true) return Visibility::NONE;",
@@ -307,22 +420,82 @@ class _Body:
         )
 
     def _fused(self, node: Node) -> str | None:
-        """a b + c of a score is rounded once."""
-        if self._exact or node.op != "add" or node.kind != "real":
+        """a b + c of a score is rounded once, and so are its differences."""
+        if self._exact or node.kind != "real":
             return None
-        for product, other in (node.args, node.args[::-1]):
-            if product.op == "multiply" and not product.of_head:
-                names = map(self.name, (*product.args, other))
-                return f"ex::multiply_add({', '.join(names)})"
+        if node.op not in ("add", "subtract"):
+            return None
+        first, second = node.args
+        minus = "-" * (node.op == "subtract")
+        if _is_product(second):
+            a, b = map(self.name, second.args)
+            return f"ex::multiply_add({minus}{a}, {b}, {self.name(first)})"
+        if _is_product(first):
+            a, b = map(self.name, first.args)
+            return f"ex::multiply_add({a}, {b}, {minus}{self.name(second)})"
+        if first is SCORE and second is not SCORE:
+            return f"ex::multiply_add(s, scale, {minus}{self.name(second)})"
+        if second is SCORE and first is not SCORE:
+            return f"ex::multiply_add({minus}s, scale, {self.name(first)})"
         return None
 
     # ---- Arrays ----
 
     def _gather(self, node: Node, kind: str) -> str:
-        warp = "WHOLE_WARP" if self._exact and not node.of_head else "false"
+        if node.of_head:
+            how = "false"
+        else:
+            how = f"{'WHOLE_WARP' if self._exact else 'false'}, INSIDE"
         free = _free(node) if not node.of_head else [*range(len(node.args))]
         indices = "".join(f", {self.name(node.args[x])}" for x in free)
-        return f"ex::gather<{kind}, {warp}>({self._view(node)}{indices})"
+        return f"ex::gather<{kind}, {how}>({self._view(node)}{indices})"
+
+    def not_inside(self, roots: Sequence[Node]) -> list[str]:
+        """The constant for reads in functions that do not test ranges."""
+        if all(x.of_head for x in nodes.gathers(roots)):
+            return []
+        names = ["WHOLE_WARP"] * self._exact + ["INSIDE"]
+        return [f"        constexpr bool {x} = false;" for x in names]
+
+    def reads_inside(self, roots: Sequence[Node]) -> list[str]:
+        """Whether all reads of a tile's pairs are inside the arrays.
+
+        The tests of each index are then left out: `INSIDE`.
+        """
+        gathers = [x for x in nodes.gathers(roots) if not x.of_head]
+        indices = dict.fromkeys(
+            y for x in gathers for y in x.args if not y.of_head
+        )
+        # Of ints alone: reals of a pair may be rounded together, those of an
+        # interval are not.
+        of_reals = any(
+            x.kind == "real" and not x.of_head for x in nodes.in_order(indices)
+        )
+        if not gathers or of_reals:
+            value = "true" if not gathers else "false"
+            return [
+                "    static constexpr bool READS = false;",
+                "    bool reads_inside(int, int, int, int) const {",
+                f"        return {value};",
+                "    }",
+            ]
+        tests = [
+            f"ex::holds({self._view(x)}.size[{axis}], {self.name(x.args[i])})"
+            for x in gathers
+            for axis, i in enumerate(_free(x))
+        ]
+        return [
+            "    static constexpr bool READS = true;",
+            "    bool reads_inside(",
+            "        int first_query, int last_query, int first_key, int"
+            " last_key) const {",
+            *self.not_inside([*indices]),
+            "        const ex::Interval<int> query{first_query, last_query};",
+            "        const ex::Interval<int> key{first_key, last_key};",
+            *self.lines([*indices]),
+            "        return " + "\n            && ".join(tests) + ";",
+            "    }",
+        ]
 
     def _element(self, node: Node) -> str:
         return _ELEMENTS[node.value[1]]
@@ -386,21 +559,50 @@ class _Body:
             f" args.expression.sizes[{first}] : 0;",
         ]
 
-    def scatter(self, gather: Node, by: Node) -> list[str]:
-        """dmod += f_a dS at the place that a gather reads."""
-        slot = gather.value[0]
-        axes = range(len(gather.args))
+    def add(self, gradient: _Gradient) -> list[str]:
+        """f_a dS of a pair, to its lane's sums or to global memory."""
+        term = f"ex::product_if(ds, {self.name(gradient.by)})"
+        if gradient.sums:
+            return [f"        {gradient.name}.add(i, j, {term});"]
+        return self._scatter(gradient, "scatter", term)
+
+    def finish(self, gradient: _Gradient) -> list[str]:
+        """A lane's sums, to global memory."""
+        if not gradient.sums:
+            return []
+        scatter = "scatter_by_warp" if gradient.by_warp else "scatter"
+        return [
+            f"        {gradient.name}.finish(pairs, [&](Real sum, int query,"
+            " int key) {",
+            *self.not_inside(gradient.gather.args),
+            *self.lines(gradient.gather.args),
+            *self._scatter(gradient, scatter, "sum"),
+            "        });",
+        ]
+
+    def _scatter(
+        self, gradient: _Gradient, function: str, term: str
+    ) -> list[str]:
+        gather = gradient.gather
+        indices = [self.name(x) for x in gather.args] or ["0"]
+        slot, axes = gather.value[0], range(len(indices))
         sizes = [f"args->expression.sizes[{MOST_AXES * slot + x}]"
                  for x in axes]  # fmt: skip
         strides = [f"args->expression.dmod_strides[{MOST_AXES * slot + x}]"
                    for x in axes]  # fmt: skip
-        indices = "".join(f", {self.name(x)}" for x in gather.args)
+        target = f"ex::{gradient.target}<Real>"
         return [
-            "        ex::scatter(ex::Sums<Real, "
-            f"{len(gather.args)}>{{static_cast<Real*>(args->dmods[{slot}]),",
+            f"        ex::{function}(ex::ArrayGradient<{target},"
+            f" {len(indices)}>{{",
+            f"            {target}::of(*args, {slot}),",
             f"            {{{', '.join(sizes)}}}, {{{', '.join(strides)}}}}},",
-            f"            ex::product_if(ds, {self.name(by)}){indices});",
+            f"            {term}, {', '.join(indices)});",
         ]
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a node is a product that is computed for each pair."""
+    return node.op == "multiply" and not node.of_head
 
 
 def _free(gather: Node) -> list[int]:

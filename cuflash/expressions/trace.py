@@ -657,7 +657,7 @@ def _result(result: Any, role: str, at: str) -> Node:
         raise ExpressionError(
             f"{at}: it returns None, expected {wanted}: is `return` missing?"
         )
-    if isinstance(result, np.generic):
+    if isinstance(result, (np.generic, np.ndarray)) and result.ndim == 0:
         result = result.item()
     if not isinstance(result, Symbol) and not nodes.is_number(result):
         raise ExpressionError(

@@ -67,9 +67,9 @@ _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse"
 _GRADIENTS = tuple(f"d{x}" for x in options.MOVED)
 _TANGENTS = tuple(f"{x}_dot" for x in options.MOVED)
 _OF_OTHERS = range(MOST_OTHERS)
-_MOD_ARRAYS, _MOD_NUMBERS, _DMODS = (
+_MOD_ARRAYS, _MOD_NUMBERS, _DMODS, _DMOD_SUMS = (
     tuple(f"{name}[{i}]" for i in range(MOST_MOD_ARRAYS))
-    for name in ("mod_arrays", "mod_numbers", "dmods")
+    for name in ("mod_arrays", "mod_numbers", "dmods", "dmod_sums")
 )
 
 DIRECTIONS = {
@@ -82,7 +82,7 @@ DIRECTIONS = {
     "backward": Direction(
         (*_GIVEN, *options.ARRAYS, *_MOD_ARRAYS),
         (*_GRADIENTS, *_DMODS),
-        _OF_GRADIENTS,
+        (*_OF_GRADIENTS, *_DMOD_SUMS),
         ("seed", *_MOD_NUMBERS),
     ),
     "jvp": Direction(

@@ -69,7 +69,10 @@ _EXPRESSION = Part(
 )
 _DMODS = Part(
     "expression",
-    (("void*", f"dmods[{MOST_MOD_ARRAYS}]", "sums; null: not computed"),),
+    (
+        ("void*", f"dmods[{MOST_MOD_ARRAYS}]", "sums; null: not computed"),
+        ("void*", f"dmod_sums[{MOST_MOD_ARRAYS}]", "exact_sums.cuh; or null"),
+    ),
 )
 _GRADIENTS = Part(
     "options",

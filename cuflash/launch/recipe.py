@@ -7,6 +7,7 @@ repeated call only fills in addresses (run.py).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -20,6 +21,7 @@ from cuflash.launch import structs
 from cuflash.launch.directions import DIRECTIONS
 from cuflash.launch.template import Template
 from cuflash.plans.arguments import parts_of
+from cuflash.plans.expression import bytes_of_sum, sums_exactly
 from cuflash.plans.plan import FamilyName, Plan, plan
 from cuflash.plans.tiles import Tile
 from cuflash.request import layouts, options, traced
@@ -164,6 +166,7 @@ def recipe_of(
     kind = structs.chosen(direction, parts)
     pointers, written = structs.pointers_of(kind), {*writes}
     nbytes = {x.name: x.nbytes for x in decided.workspace}
+    nbytes |= _bytes_of_sums(signature)
     row.check(pointers, written, nbytes)
     sources = {**row.arguments, **(sources or {}), **{x: x for x in written}}
     names = {x: sources.get(x, x) for x in pointers}
@@ -197,6 +200,19 @@ def recipe_of(
             or "cache_seqlen" in names
         ),
     )
+
+
+def _bytes_of_sums(signature: Signature) -> dict[str, int]:
+    """The workspace whose size follows from the shapes of arrays."""
+    p = signature.problem
+    if not sums_exactly(p):
+        return {}
+    word_bytes = bytes_of_sum(p)
+    return {
+        f"dmod_sums[{i}]": word_bytes
+        * math.prod(signature.options[traced.slot(i)].shape)
+        for i in p.return_dmod
+    }
 
 
 def _among(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:

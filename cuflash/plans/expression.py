@@ -9,7 +9,7 @@ from cuflash.expressions.text import text
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
-from .kernel import KernelPlan, Plan
+from .kernel import KernelPlan, Launch, Plan
 from .rounding import ceil_div
 
 _INCLUDES = """\
@@ -17,11 +17,26 @@ _INCLUDES = """\
 #include "score/visibility.cuh"
 
 """
+_OF_GRADIENTS = '#include "score/array_gradients.cuh"\n\n'
 
 
 def has_expression(problem: Problem) -> bool:
     """Whether a call has a function of the user's."""
     return not (problem.score_mod is problem.mask_mod is None)
+
+
+def sums_exactly(problem: Problem) -> bool:
+    """Whether gradients of arrays are sums of score/exact_sums.cuh."""
+    return problem.deterministic and bool(problem.return_dmod)
+
+
+# The words of score/exact_sums.cuh by the sums' dtype.
+_WORDS = {"float32": 13, "float64": 89}
+
+
+def bytes_of_sum(problem: Problem) -> int:
+    """The workspace of an element's exact sum."""
+    return 8 * _WORDS[problem.lse_dtype]
 
 
 def count_tile_flags(problem: Problem, tile: Tile) -> int:
@@ -47,9 +62,35 @@ def with_text(plan: Plan) -> Plan:
         return plan
     launches = (
         replace(launch, kernel=_with_text(plan.problem, launch.kernel))
-        for launch in plan.launches
+        for launch in _with_sums(plan)
     )
     return replace(plan, launches=tuple(launches))
+
+
+# Of the kernels that clear and round exact sums; their blocks share these.
+_SUM_THREADS, _SUM_BLOCKS = 256, 128
+
+
+def _with_sums(plan: Plan) -> tuple[Launch, ...]:
+    """The launches; with exact sums, what clears and what rounds these."""
+    if not sums_exactly(plan.problem):
+        return plan.launches
+    (of_main,) = {
+        tuple(x for x in kernel.constants if x[0] in ("Element", "Arguments"))
+        for kernel in plan.kernels
+        if ("DMOD", True) in kernel.constants
+    }
+
+    def launch(file: str, entry: str) -> Launch:
+        constants = (("NUM_THREADS", _SUM_THREADS), *of_main)
+        kernel = KernelPlan(file, entry, constants, _SUM_THREADS)
+        return Launch(kernel, _SUM_BLOCKS)
+
+    return (
+        launch("prepare/clear_array_sums.cu", "clear_array_sums"),
+        *plan.launches,
+        launch("finish/array_gradients.cu", "round_array_gradients"),
+    )
 
 
 def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
@@ -62,5 +103,7 @@ def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
         problem.mod_arrays,
         problem.return_dmod if "DMOD" in has else (),
         max(problem.seqlen_q, problem.seqlen_k) <= SHORT,
+        sums_exactly(problem),
     )
-    return replace(kernel, expression=_INCLUDES + own)
+    sums = _OF_GRADIENTS if "DMOD" in has else ""
+    return replace(kernel, expression=_INCLUDES + sums + own)

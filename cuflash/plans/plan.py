@@ -38,7 +38,7 @@ from cuflash.plans.nearest_tiles import ROWS_OF_A_TILE
 from cuflash.plans.record import FAMILIES, FamilyName
 from cuflash.plans.rotary import rotary_plan
 from cuflash.plans.rounding import ceil_div
-from cuflash.plans.steps import merge_plan, window_of
+from cuflash.plans.steps import merge_plan, skips_tiles, window_of
 from cuflash.plans.tiles import Tile
 from cuflash.request import options
 from cuflash.request.problem import Problem
@@ -251,10 +251,13 @@ def tuned_by(problem: Problem, device: Device) -> tuple[float, float]:
 
 
 def _tuned_option(problem: Problem) -> str | None:
-    """The one of `tiles.OPTIONS` that best describes a block's iterations."""
+    """The one of `tiles.OPTIONS` that best describes a block's iterations.
+
+    Tiles that a user's mask hides are skipped as those of segment ids are.
+    """
     if window_of(problem) < problem.seqlen_k:
         return "window"
-    return "segment_ids" if problem.segment_ids else None
+    return "segment_ids" if skips_tiles(problem) else None
 
 
 def _length_of_pairs(total: int, count: int, longest: int | None) -> int:

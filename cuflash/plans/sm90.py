@@ -339,7 +339,7 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
         visible_keys * (d + dv) * 2 // problem.group_size,
     )
     if skips_tiles(problem):
-        return _ordered_heads(problem.num_heads_q, fitting)
+        return _ordered_heads(problem, problem.num_heads_q, fitting)
     if is_packed(problem):
         num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
         least = ceil_div(_LAST_SECTION_TILES * device.num_sms, num_tiles)
@@ -352,11 +352,14 @@ def _section_heads(problem: Problem, tile: Tile, device: Device) -> int:
     return fitting
 
 
-def _ordered_heads(heads: int, fitting: int) -> int:
+def _ordered_heads(problem: Problem, heads: int, fitting: int) -> int:
     """Heads of a section whose tiles run longest first.
 
-    A head counts for all batches: tile_in_order of common/scheduler.cuh.
+    A head counts for all batches: tile_in_order of common/scheduler.cuh. A
+    user's mask may show a tile all keys; segments are taken to be short.
     """
+    if problem.mask_mod is not None:
+        fitting //= problem.batch
     return _equal_sections(heads, max(fitting, _MIN_ORDERED_HEADS))
 
 
@@ -554,7 +557,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem.group_size * visible_queries * (6 * d + 2 * dv),
     )
     if skips_tiles(problem):
-        heads = _ordered_heads(problem.num_heads_kv, heads)
+        heads = _ordered_heads(problem, problem.num_heads_kv, heads)
     if in_order:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
     last = last_section(

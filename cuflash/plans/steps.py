@@ -356,7 +356,9 @@ def _tile_flag_launches(
         *some_options(problem, family, "WINDOW", "MASK_MOD"),
         shared_bytes=4 * warps,
     )
-    return (Launch(kernel, ceil_div(count, warps)),)
+    tiles = ceil_div(problem.seqlen_q, tile.block_q)  # of a head
+    tiles *= ceil_div(problem.seqlen_k, tile.block_k)
+    return (Launch(kernel, count // tiles * ceil_div(tiles, warps)),)
 
 
 # Bytes of the pairs' bits of a mask, if all tiles are partly visible: 32,768

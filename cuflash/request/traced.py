@@ -22,7 +22,7 @@ from cuflash.errors import (
     ValueRangeError,
     in_words,
 )
-from cuflash.expressions import trace
+from cuflash.expressions import nodes, trace
 from cuflash.expressions.nodes import Kind
 from cuflash.expressions.text import DTYPES, MOST_AXES
 from cuflash.request import layouts
@@ -205,6 +205,12 @@ def _given(
     if values:
         fields.append(("mod_numbers", len(values)))
     names = frozenset(x for x, _ in (*given.arrays, *given.numbers))
+    for name in nodes.LENGTHS:
+        if name in names:
+            raise ExpressionError(
+                f"mod_arrays has {name!r}, expected another name: a function's"
+                " argument of this one is the length of its sequence"
+            )
     return given, names, tuple(fields)
 
 
@@ -255,6 +261,7 @@ def array_numbers(
     """
     sizes = np.ones((MOST, MOST_AXES), np.int64)
     strides = np.zeros((2, MOST, MOST_AXES), np.int64)
+    strides[1, :, 0] = 1
     for i, kind in enumerate(kinds):
         layout, axes = taken[slot(i)], slice(kind.ndim)
         sizes[i, axes] = layout.shape

@@ -7,6 +7,7 @@ and reformatting. Mutants equal in all this are numbered.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections import Counter
@@ -14,7 +15,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from cuflash.build.source import kernel_files
+from cuflash.expressions import text
+from cuflash.expressions.trace import ArrayKind, Given, record
 from mutation_parts import operators
 from mutation_parts.operators import Edit
 from mutation_parts.tokens import Function, Source, tokens_of
@@ -22,6 +27,9 @@ from mutation_parts.tokens import Function, Source, tokens_of
 BY_HAND = Path(__file__).parent / "by_hand.txt"
 EQUIVALENTS = Path(__file__).parent / "equivalents.txt"
 UNMODELLED = Path(__file__).parent / "unmodelled.txt"
+# Of what cuflash/expressions/text.py writes, which no file holds.
+GENERATED = Path(__file__).parent / "generated.txt"
+GENERATED_FILE = "score/expression.cuh (generated)"
 # The emulator replaces it by a twin.
 NO_MUTANTS = frozenset(["common/ptx.cuh"])
 AROUND = 6  # tokens on each side that are part of an id
@@ -29,7 +37,11 @@ AROUND = 6  # tokens on each side that are part of an id
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one kernel file: text[start:end] becomes `new`."""
+    """One change of one kernel file: text[start:end] becomes `new`.
+
+    With a `pattern`, one of every generated text: what it matches becomes
+    `new`, as `re.sub` has it.
+    """
 
     id: str
     file: str
@@ -42,6 +54,7 @@ class Mutant:
     function: tuple[int, ...] = ()
     constant: bool = False  # the function is constexpr
     what: str = ""
+    pattern: str = ""
 
     def applied(self, text: str) -> str:
         """Return the changed text, with the same number of lines."""
@@ -187,6 +200,46 @@ def hand_made(text: str) -> list[HandMade]:
     return found
 
 
+# ---- Of generated text ----
+
+
+def of_generated(text: str) -> Iterator[Mutant]:
+    """Parse generated.txt: as by_hand.txt, of patterns, without a file."""
+    for block in filter(None, text.strip().split("\n\n")):
+        name, pattern, *new = block.splitlines()
+        what = name.removeprefix("# ")
+        slug = re.sub(r"\W+", "-", what.lower()).strip("-")
+        yield Mutant(
+            f"score/expression.cuh/generated/{slug}", GENERATED_FILE, 0, 0,
+            "\n".join(x[2:] for x in new), (1,), what=what,
+            pattern=pattern[2:],
+        )  # fmt: skip
+
+
+@functools.cache
+def written() -> str:
+    """Texts in which every pattern of generated.txt occurs."""
+    arrays = (ArrayKind("float32", 2), ArrayKind("float64", 1, (0,)))
+    given = Given(
+        (("curve", arrays[1]), ("table", arrays[0])),
+        (("n", "int"), ("w", "real")),
+    )
+
+    def score(score, b, h, q_idx, kv_idx, *, table, curve, n, seqlen_q):
+        far = np.where(q_idx - kv_idx > n, score * table[h, q_idx], -np.inf)
+        return far * score + curve[kv_idx] * (seqlen_q < b)
+
+    def mask(b, h, q_idx, kv_idx, *, w, seqlen_q):
+        near = (q_idx >= kv_idx) | (q_idx - kv_idx < w)
+        return near & (b + h < seqlen_q)
+
+    return text.text(
+        record(score, "score_mod", given)[0],
+        record(mask, "mask_mod", given)[0],
+        (arrays[1], arrays[0]), (0, 1),
+    )  # fmt: skip
+
+
 # ---- Equivalents, and faults that the emulator does not model ----
 
 
@@ -232,6 +285,7 @@ def population(
     by_hand: Iterable[HandMade] | None = None,
     known: dict[str, str] | None = None,
     unmodelled: dict[str, str] | None = None,
+    generated: Iterable[Mutant] | None = None,
 ) -> Population:
     """The mutants of a folder of kernels as it is."""
     if by_hand is None:
@@ -254,6 +308,13 @@ def population(
             made.append(mutant)
         else:
             stale.append(f"by_hand.txt: {entry.id}: its text is not there")
+    if generated is None:
+        generated = of_generated(GENERATED.read_text("ascii"))
+    for mutant in generated:
+        if re.search(mutant.pattern, written()):
+            made.append(mutant)
+        else:
+            stale.append(f"generated.txt: {mutant.what}: matches nothing")
     mutants = {x.id: x for x in made}
     for list_name, names in (
         ("equivalents.txt", known),

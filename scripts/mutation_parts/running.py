@@ -272,9 +272,14 @@ def check(mutant: Mutant, made: Pool, record: Record, budget: float) -> Result:
         "tests": chosen.tests, "file": mutant.file, "spared": chosen.spared,
         "holding": chosen.holding, "budget": budget,
     }  # fmt: skip
-    text = (KERNELS / mutant.file).read_text("ascii")
+    changed = None
+    if mutant.pattern:
+        job |= {"pattern": mutant.pattern, "new": mutant.new}
+    else:
+        text = (KERNELS / mutant.file).read_text("ascii")
+        changed = mutant.applied(text)
     try:
-        said = made.do(job, mutant.applied(text))
+        said = made.do(job, changed)
     except ChildError as error:
         return Result(mutant.id, MISSED, line, mutant.what, str(error))
     outcome, why = verdict(said)

@@ -12,6 +12,8 @@ folder. A folder's ``job.json`` describes the job::
     record    record the lines that each test runs, in ran.json; requires
               --coverage in the emulator's flags (environment)
     file      of the kernels, with the text ``mutant`` in the folder
+    pattern   instead: of generated texts, what it matches becomes
+    new       this
     spared    keys of programs that do not contain the mutated line
     holding   how many do
     budget    CPU seconds, after which no further test is started
@@ -21,9 +23,11 @@ Results are ``result.json`` and ``log.txt``.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -36,6 +40,7 @@ from hypothesis import Phase, settings
 
 from cuflash.backends.emulator import runtime
 from cuflash.build import source
+from mutation_parts.mutants import GENERATED_FILE
 
 KERNEL_FILES = frozenset(source.kernel_files())
 LONGEST_LAUNCH = 30  # CPU seconds, after which a program counts as hanging
@@ -67,6 +72,7 @@ class Job:
         job = json.loads((folder / "job.json").read_text())
         self.tests, self.record = job["tests"], job.get("record", False)
         self.file, self.budget = job.get("file"), job.get("budget")
+        self.pattern, self.new = job.get("pattern"), job.get("new")
         self.spared = frozenset(job.get("spared", ()))
         self.holding = job.get("holding", 0)
         self.compiling = 0.0  # CPU seconds, of the test that runs
@@ -82,7 +88,7 @@ class Job:
         """Replace the emulator's functions that compile and run."""
         runtime.executable, runtime.run = self.executable, self.run
         source.build = self.build
-        if self.file:
+        if self.file and not self.pattern:
             for name, path in source.kernel_files().items():
                 link = self.folder / "kernels" / name
                 link.parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +107,16 @@ class Job:
         """As `runtime.executable`, with the mutant unless spared."""
         text = _build(kernel, twins=runtime.TWINS)
         key, files = key_of(text, arch), files_of(text)
+        if kernel.expression:
+            files.append(GENERATED_FILE)
         mutate = self.file in files and key not in self.spared
-        start = cpu_seconds()
-        self.kernels = self.folder / "kernels" if mutate else None
+        start, plain = cpu_seconds(), kernel
+        if mutate and self.pattern:
+            own = re.sub(self.pattern, self.new, kernel.expression)
+            mutate = own != kernel.expression
+            kernel = dataclasses.replace(kernel, expression=own)
+        elif mutate:
+            self.kernels = self.folder / "kernels"
         try:
             path = _executable(kernel, arch, flags)
         finally:
@@ -111,7 +124,7 @@ class Job:
         spent = cpu_seconds() - start
         self.compiling += spent
         if mutate:
-            self.mutated[path] = kernel, arch, flags
+            self.mutated[path] = plain, arch, flags
         self._keys[path] = key
         known = self.programs.setdefault(key, {"compile": 0.0, "files": files})
         known["compile"] = max(known["compile"], spent)

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cuflash.expressions import nodes
+from cuflash.expressions import derivative, nodes
 from cuflash.expressions.trace import ArrayKind, Given, record
 from expression_strategies import ARRAYS, LENGTHS, NUMBERS
+from helpers.expression_rounding import Bounded, bounded
 
 BATCH, HEADS = 2, 3
 
@@ -95,8 +96,57 @@ class Pairs:
     def full(self, value):
         return np.broadcast_to(value, (self.queries, self.keys))
 
+    def bounded(self, node, given, arithmetic):
+        """Return a graph's values, errors and doubts, of all pairs."""
+        found = bounded(node, self.leaves(), *given, arithmetic)
+        return Bounded(*map(self.full, found))
+
     def in_double(self):
         return replace(self, score=self.score.astype(np.float64))
+
+
+def gradient_sums(score, slot, terms, pairs, given, arithmetic):
+    """Return the sums of an array's gradient, their errors, and doubts.
+
+    Parameters
+    ----------
+    score : Node
+    slot : int
+    terms : ndarray, (queries, keys)
+        The gradient of the score that comes out.
+    pairs : Pairs
+    given : tuple
+        Arrays and numbers, by slot.
+    arithmetic : expression_rounding.Arithmetic
+    """
+    array = given[0][slot]
+    sums, errors, doubts = (np.zeros(array.shape) for _ in range(3))
+    for gather, by in derivative.of_gathers(score, (slot,)).items():
+        index = [
+            bounded(x, pairs.leaves(), *given, arithmetic) for x in gather.args
+        ]
+        factor = bounded(by, pairs.leaves(), *given, arithmetic)
+        places, inside = [], np.ones(terms.shape, bool)
+        for x, size in zip(index, array.shape, strict=True):
+            inside = inside & (x.value >= -size) & (x.value < size)
+            places.append(pairs.full(x.value))
+        at = tuple(x[inside] for x in places)
+        with np.errstate(all="ignore"):
+            moved = np.where(terms == 0, 0, factor.value * terms)
+        doubt = pairs.full(factor.doubt)
+        for x in index:
+            doubt = doubt | x.doubt
+        if (doubt & ~inside).any() or any(x.doubt.any() for x in index):
+            doubts += 1  # it may be added anywhere
+        with np.errstate(all="ignore"):
+            np.add.at(sums, at, pairs.full(moved)[inside])
+        np.add.at(doubts, at, pairs.full(doubt)[inside])
+        # Each of so many additions rounds; and so does the product.
+        size = np.abs(moved) * arithmetic.unit * (terms.size + 2)
+        error = factor.error * np.abs(terms) * 1.01 + size
+        np.add.at(errors, at, pairs.full(error)[inside])
+    odd = ~np.isfinite(sums) | ~np.isfinite(errors)
+    return Bounded(sums, 2 * errors + arithmetic.tiny, (doubts > 0) | odd)
 
 
 class Reading:

@@ -14,7 +14,10 @@ from cuflash.plans.kernel import KernelPlan
 from cuflash.request.traced import bits
 from helpers.small_kernels import KERNELS, read_only
 
-INCLUDES = '#include "score/mod_arrays.cuh"\n'
+INCLUDES = """\
+#include "score/array_gradients.cuh"
+#include "score/mod_arrays.cuh"
+"""
 MOST_ARRAYS, MOST_AXES = 8, 4
 DTYPES = {"float32": np.float32, "float64": np.float64}
 
@@ -36,6 +39,8 @@ class Found:
     """What a kernel computed of `Graphs`: (queries, keys), (tiles,).
 
     dmods : by slot.
+    inside : of tiles, 1 if all reads are inside arrays; 2 if they are said to
+        be, and scores without tests differ.
     """
 
     score: np.ndarray
@@ -45,16 +50,17 @@ class Found:
     of_warp: np.ndarray
     of_lane: np.ndarray
     dmods: dict
+    inside: np.ndarray
 
 
-def _text(graphs, kinds):
+def _text(graphs, kinds, short):
     parts = [INCLUDES]
     for i, x in enumerate(graphs):
-        own = text.text(x.score, x.mask, kinds, x.dmods)
+        own = text.text(x.score, x.mask, kinds, x.dmods, short)
         parts.append(f"namespace e{i} {{\n{own}\n}}\n")
     visits = "\n".join(
         f"    visit(e{i}::ScoreExpression<Accumulator<Element>>{{}},"
-        f" e{i}::MaskExpression{{}}, {i});"
+        f" e{i}::MaskExpression{{}}, Grid<{i % 4}>{{}}, {i});"
         for i in range(len(graphs))
     )
     return "\n".join([
@@ -76,7 +82,8 @@ def _axes(arrays):
     return sizes, strides[0], strides[1]
 
 
-def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element):
+def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element,
+             short=False):  # fmt: skip
     """Run graphs on the pairs of a head.
 
     Parameters
@@ -91,6 +98,8 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element):
         First and last query, first and last key.
     element : str
         The kernel's Element.
+    short : bool
+        As in `text.text`.
 
     Returns
     -------
@@ -103,7 +112,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element):
     offsets = np.cumsum([0, *counts, *[0] * MOST_ARRAYS])
     values, results, slopes = (np.full(shape, np.nan, real) for _ in range(3))
     visible = np.full(shape, 7, np.uint8)
-    flags = np.full((len(graphs), 2, len(tiles)), 7, np.uint8)
+    flags = np.full((len(graphs), 3, len(tiles)), 7, np.uint8)
     sums = np.zeros((len(graphs), sum(counts)), real)
     nothing = [np.zeros(0)] * MOST_ARRAYS
     fields = {
@@ -132,7 +141,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element):
         (("Element", element), ("Arguments", "BackwardExpressionArguments")),
         32,
         0,
-        expression=_text(graphs, kinds),
+        expression=_text(graphs, kinds, short),
     )
     with emulator.active("sm_90a") as emulated:
         emulated.launch(kernel, 1, **fields)
@@ -145,6 +154,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element):
                     arrays[slot].shape)
                 for slot in x.dmods
             },
+            flags[i, 2],
         )
         for i, x in enumerate(graphs)
     ]  # fmt: skip

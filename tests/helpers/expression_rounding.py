@@ -28,6 +28,7 @@ class Arithmetic(NamedTuple):
     unit : of the format, half a unit in the last place of 1.
     library : of the result, an error of exp, pow and the like.
     argument : of their argument.
+    inverse : of a quotient, if it may be a product with an inverse.
     tiny : an absolute error of every operation: underflow.
     most : above it is infinity.
     real : dtype of reals.
@@ -36,6 +37,7 @@ class Arithmetic(NamedTuple):
     unit: float
     library: float
     argument: float
+    inverse: float
     tiny: float
     most: float
     real: type
@@ -44,9 +46,9 @@ class Arithmetic(NamedTuple):
 # Libraries: up to 4 units; ours of exp, exp2 and tanh with 16-bit elements to
 # 2^-21, after an argument rounded twice (expression_functions.cuh).
 _U32, _U64 = 2.0**-24, 2.0**-53
-DOUBLE = Arithmetic(2 * _U64, 8 * _U64, 0, 1e-300, 1e307, np.float64)
-SINGLE = Arithmetic(_U32, 8 * _U32, 0, 1e-37, 1e37, np.float32)
-FAST = Arithmetic(_U32, 2.0**-20, 2 * _U32, 1e-37, 1e37, np.float32)
+DOUBLE = Arithmetic(2 * _U64, 8 * _U64, 0, 0, 1e-300, 1e307, np.float64)
+SINGLE = Arithmetic(_U32, 8 * _U32, 0, 0, 1e-37, 1e37, np.float32)
+FAST = Arithmetic(_U32, 2.0**-20, 2 * _U32, 2 * _U32, 1e-37, 1e37, np.float32)
 
 _MONOTONE = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh",
              "sqrt")  # fmt: skip
@@ -141,6 +143,8 @@ class _Rule(NamedTuple):
         rule = _REALS.get(node.op)
         if rule is not None:
             error, doubt = rule(value, *args)
+            if node.op == "divide":
+                error = error + self.arithmetic.inverse * np.abs(value)
             return value, self.rounded(value, error), doubt
         if node.op in _MONOTONE or node.op in ("sin", "cos"):
             return value, *self.function(node.op, value, args[0])
@@ -212,12 +216,27 @@ class _Rule(NamedTuple):
             x = args[0]
             if node.op == "to_int" and node.args[0].kind == "real":
                 doubt = doubt | self.discrete(node, args)[1]
+        if node.op in _MAY_OVERFLOW and node.kind == "int":
+            doubt = doubt | _overflows(node.op, values)
         if node.op == "where":
             c, x, y = args
             doubt = c.doubt | np.where(c.value, x.doubt, y.doubt)
         value = np.asarray(FUNCTIONS[node.op].evaluate(*values))
         value = value.astype(bool if node.kind == "bool" else np.int64)
         return Bounded(value, np.zeros(value.shape), doubt)
+
+
+_MAY_OVERFLOW = ("add", "subtract", "multiply", "negative", "absolute",
+                 "left_shift")  # fmt: skip
+
+
+def _overflows(name, values):
+    """Where an int needs more than 64 bits: it may be anything."""
+    if name == "left_shift":
+        power = np.exp2(np.clip(values[1], 0, 62))
+        name, values = "multiply", [values[0], power]
+    about = getattr(np, name)(*(np.asarray(x, np.float64) for x in values))
+    return np.abs(about) >= 2.0**63 * (1 - 1e-12)
 
 
 def _quotient(x, y):
@@ -300,3 +319,15 @@ def disagreements(got, want):
         with np.errstate(invalid="ignore"):
             wrong = ~(same | (np.abs(got - value) <= want.error))
     return wrong & ~want.doubt
+
+
+def assert_within(got, want, *what):
+    """Compare values with bounded ones; `what` names them in the message."""
+    wrong = disagreements(got, want)
+    if np.any(wrong):
+        at = tuple(map(int, np.argwhere(wrong)[0]))
+        raise AssertionError(
+            f"{what}: {np.count_nonzero(wrong)} of {wrong.size} values are"
+            f" off, first at {at}: {got[at]!r}, expected {want.value[at]!r}"
+            f" within {want.error[at]:.3g}"
+        )

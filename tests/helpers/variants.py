@@ -146,13 +146,13 @@ def shape_of(case):
 
 
 def placed(backend, arrays):
-    """The arrays on the backend, reals in float32."""
-    return {
-        name: backend.place(
-            x.astype(np.float32) if x.dtype == np.float64 else x
-        )
-        for name, x in arrays.items()
-    }
+    """The arrays on the backend, reals in float32; numbers as they are."""
+    found = dict(arrays)
+    for name, x in arrays.items():
+        if isinstance(x, np.ndarray):
+            wide = x.dtype == np.float64
+            found[name] = backend.place(x.astype(np.float32) if wide else x)
+    return found
 
 
 def combined(case, variant):

@@ -1,5 +1,7 @@
 """mutation_parts/mutants.py: ids that outlive edits, entries that do not."""
 
+import re
+
 import pytest
 
 from mutation_parts import mutants, records
@@ -83,7 +85,7 @@ def test_stale_entries_are_reported(tmp_path):
     ]
     known = {"a.cu/by-hand/good": "as it is", "a.cu/f/compare/0": "gone"}
     unmodelled = {"a.cu/f/drop-sync/0": "gone"}
-    found = mutants.population(tmp_path, by_hand, known, unmodelled)
+    found = mutants.population(tmp_path, by_hand, known, unmodelled, ())
     assert "a.cu/by-hand/good" in found.mutants
     assert [x.partition(": ")[2] for x in found.stale] == [
         "a.cu/by-hand/gone: its text is not there",
@@ -92,6 +94,16 @@ def test_stale_entries_are_reported(tmp_path):
         "a.cu/f/compare/0: no such mutant",
         "a.cu/f/drop-sync/0: no such mutant",
     ]
+
+
+def test_mutants_of_generated_text_change_it():
+    """Each its own way; a rule that matches nothing would be stale."""
+    made = [*mutants.of_generated(mutants.GENERATED.read_text("ascii"))]
+    text = mutants.written()
+    changed = {x.id: re.sub(x.pattern, x.new, text) for x in made}
+    assert len({*changed.values(), text}) == len(made) + 1
+    assert len(changed) == len(made)
+    assert all(x.file == mutants.GENERATED_FILE for x in made)
 
 
 def test_reasons():

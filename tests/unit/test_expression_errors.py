@@ -438,6 +438,13 @@ def test_a_name_that_no_argument_has(name):
         cuflash.forward(Q, Q, Q, score_mod=takes_all, mod_arrays={name: TABLE})
 
 
+@pytest.mark.parametrize("name", ["seqlen_q", "seqlen_k"])
+def test_a_name_that_lengths_have(name):
+    said = complaint(score=takes_all, **{name: TABLE})
+    assert f"mod_arrays has {name!r}, expected another name" in said
+    assert "is the length of its sequence" in said
+
+
 def test_arrays_without_a_function():
     with pytest.raises(ValueRangeError, match="without score_mod"):
         cuflash.forward(Q, Q, Q, mod_arrays={"t": TABLE})

@@ -17,7 +17,28 @@ def test_gradients_of_an_array_by_head():
 
     factor = trace.ArrayKind("float32", ndim=1)
     with_gradient = written(scaled, (0,), factor=factor)
-    assert "args->dmods[0]" in with_gradient
+    assert "::of(*args, 0)" in with_gradient
     assert "const Arguments* args = nullptr;" in with_gradient
     without = written(scaled, (), factor=factor)
     assert "Arguments* args" not in without
+
+
+def test_what_pairs_share_is_summed_first():
+    table = trace.ArrayKind("float32", ndim=2, unit=(1,))
+
+    def sums_of(index):
+        def added(score, b, h, q_idx, kv_idx, *, table):
+            return score + table[h, index(q_idx, kv_idx)]
+
+        found = written(added, (0,), table=table)
+        kinds = ("Head", "Query", "Key", "Distance")
+        return [x for x in kinds if f"ex::{x}Sum" in found]
+
+    assert sums_of(lambda q, k: 3) == ["Head"]
+    assert sums_of(lambda q, k: q // 2) == ["Query"]
+    assert sums_of(lambda q, k: -k) == ["Key"]
+    assert sums_of(lambda q, k: abs(2 * (q - k) + 1) % 64) == ["Distance"]
+    assert sums_of(lambda q, k: 7 + q - (k - 3)) == ["Distance"]
+    assert sums_of(lambda q, k: q + k) == []
+    assert sums_of(lambda q, k: (q - k) * k) == []
+    assert sums_of(lambda q, k: 2 * q - k) == []

@@ -74,7 +74,7 @@ PLACES = {
     ),
     "plans/steps": (
         "dtypes, launches",
-        "bias mask_mod window segment_ids max_seqlen_k return_dsink",
+        "bias mask mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
     "plans/sm90": (
         "memory, registers",

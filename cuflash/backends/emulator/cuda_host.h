@@ -105,6 +105,11 @@ inline double __longlong_as_double(long long bits) {
     __builtin_memcpy(&x, &bits, 8);
     return x;
 }
+inline long long __double_as_longlong(double x) {
+    long long bits;
+    __builtin_memcpy(&bits, &x, 8);
+    return bits;
+}
 inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
 inline int __float_as_int(float x) {
     int bits;

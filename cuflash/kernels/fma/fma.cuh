@@ -18,6 +18,7 @@
 static_assert(sizeof(Element) == 4, "these kernels are float's");
 
 constexpr int LANE_ROWS = 4, LANE_COLUMNS = 8;
+constexpr unsigned ROW_LANES = 0x11, COLUMN_LANES = 0x0E;   // bits of a lane's number
 
 __device__ __forceinline__ int lane_row() {
     return threadIdx.x % 2 + threadIdx.x % 32 / 16 * 2;

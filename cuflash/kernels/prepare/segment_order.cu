@@ -7,7 +7,8 @@
 // All ranges of ids are copied to shared memory at once, while each thread computes which tiles the
 // mask lets its tile visit. Then LANES lanes per tile count the tiles that it visits, and after
 // that the tiles that precede it in the order. Flags of the user's mask stay in global memory: a
-// whole warp counts for one tile, with several loads in flight.
+// whole warp counts for one tile, with several loads in flight; OF_KEYS, where the flags of a tile
+// are a column, for 32 adjacent tiles.
 //
 // If there are more tiles than threads, or more ranges than fit in shared memory, tiles keep the
 // order of their numbers, a batch's query tiles in reverse: under the causal mask the last are the
@@ -23,6 +24,7 @@
 #include "common/ptx.cuh"
 
 constexpr int LANES = MASK_MOD ? 32 : 4;                    // that count for one tile
+constexpr bool BY_COLUMNS = MASK_MOD && OF_KEYS && !SEGMENTS;
 constexpr int MAX_RANGES = 4 * NUM_THREADS;
 
 // The tiles of the other kind [first, end) of its batch that the mask lets a tile visit. The tile
@@ -75,6 +77,31 @@ inline int visited_of_all_heads(const Arguments& args, const Walk& walk, int til
     return num_visited;
 }
 
+// How many flags of each key tile are visible, over all heads of the flags; those of tiles that the
+// mask does not let it visit are not. A warp counts 32 columns, in every `parts`-th row:
+// counts[part][batch][key tile]. Returns parts; counts has room for a number a thread. Whole block.
+template <class Arguments>
+inline int count_columns(const Arguments& args, int* counts, int q_tiles, int k_tiles) {
+    constexpr int WARPS = NUM_THREADS / 32;
+    const int batches = MASK_OF_BATCH ? arrays_of(args).shape.batch : 1;
+    const int rows = heads_of_flags(args) * q_tiles;        // of a batch
+    const int blocks = (k_tiles + 31) / 32, units = batches * blocks;
+    const int parts = max(WARPS / units, 1);
+    #pragma unroll 1
+    for (int i = threadIdx.x / 32; i < units * parts; i += WARPS) {
+        const int part = i / units, batch = i % units / blocks;
+        const int column = i % blocks * 32 + threadIdx.x % 32;
+        const unsigned char* flags =
+            args.tile_flags + i64(batch) * rows * k_tiles + min(column, k_tiles - 1);
+        int num_visible = 0;
+        #pragma unroll 8
+        for (int row = part; row < rows; row += parts)
+            num_visible += (flags[i64(row) * k_tiles] & VISIBILITY_OF_FLAG) != 0;
+        if (column < k_tiles) counts[(part * batches + batch) * k_tiles + column] = num_visible;
+    }
+    return parts;
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 segment_order(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -109,7 +136,23 @@ segment_order(const __grid_constant__ Arguments args) {
     Arguments shared_args = args;
     shared_args.query_tile_ids = shared.ranges;             // where PairMask reads them
     shared_args.key_tile_ids = shared.ranges + shape.batch * q_tiles;
-    for_each_sum(count, [&](int number, int lane) {
+    // Visits one tile at least, masked if need be.
+    const auto set_rank = [&](int number, int num_visited) {
+        const int length = max(num_visited, 1);
+        shared.walks[number].rank = length * NUM_THREADS + (NUM_THREADS - 1 - number);
+    };
+    if constexpr (BY_COLUMNS) {
+        int* counts = reinterpret_cast<int*>(shared.ranges);        // there are no ranges
+        const int parts = count_columns(args, counts, q_tiles, k_tiles);
+        const int counted = MASK_OF_BATCH ? count : tiles;
+        __syncthreads();                                    // tiles are counted
+        if (thread < count) {
+            int num_visited = 0;
+            for (int i = thread % counted; i < parts * counted; i += counted)
+                num_visited += counts[i];
+            set_rank(thread, num_visited);
+        }
+    } else for_each_sum(count, [&](int number, int lane) {
         const Walk& walk = shared.walks[number];
         const int tile = number - walk.batch * tiles;
         if constexpr (MASK_MOD) return visited_of_all_heads(shared_args, walk, tile, lane);
@@ -119,10 +162,7 @@ segment_order(const __grid_constant__ Arguments args) {
         for (int other = walk.first + lane; other < walk.end; other += LANES)
             num_visited += !(OF_KEYS ? pair_mask.skips(other, tile) : pair_mask.skips(tile, other));
         return num_visited;
-    }, [&](int number, int num_visited) {
-        const int length = max(num_visited, 1);             // at least one, masked if need be
-        shared.walks[number].rank = length * NUM_THREADS + (NUM_THREADS - 1 - number);
-    });
+    }, set_rank);
     __syncthreads();                                        // all ranks are written
     for_each_sum(count, [&](int number, int lane) {
         const int rank = shared.walks[number].rank;

@@ -10,10 +10,14 @@
 // that CAUSAL and WINDOW leave count: a tile without any is NONE, and one that they cut may be
 // PARTLY where it is ALL.
 //
-// Grid: a warp a flag, key tiles fastest, then query tiles, heads and batches. Block: NUM_THREADS
-// threads.
+// Grid: a warp a flag. Flags lie key tiles fastest, then query tiles, heads and batches. A block's
+// are of one head, as many apart as the head has blocks: undecided tiles are neighbours. Block:
+// NUM_THREADS threads.
 // Constants: Element, Arguments, MASK_MOD, CAUSAL, WINDOW, FLAGS_OF_GROUPS, MASK_BITS, BLOCK_Q,
 // BLOCK_K, NUM_THREADS. Shared memory: an int a warp.
+//
+// Small: the kernel's instructions come from memory, which takes longer than most tiles, so loops
+// are not unrolled far.
 //
 // Bad at: masks that intervals cannot bound, where it tests every pair of every tile.
 #include "score/pair_mask.cuh"
@@ -30,15 +34,15 @@ struct FlaggedTile {
     bool is_cut, is_outside;
 };
 
+// row: batch and head; number: of the tile among theirs.
 inline FlaggedTile tile_of_flag(
-    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, i64 number, int members) {
-    const int q_tiles = mask.num_tiles(mask.seqlen_q, BLOCK_Q);
-    const int k_tiles = mask.num_tiles(mask.seqlen_k, BLOCK_K);
-    const int k_tile = number % k_tiles, q_tile = number / k_tiles % q_tiles;
-    const int row = number / k_tiles / q_tiles, heads = heads_of_flags(args);
+    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, u32 row, u32 number, int members) {
+    const u32 k_tiles = mask.num_tiles(mask.seqlen_k, BLOCK_K), heads = heads_of_flags(args);
+    const int q_tile = number / k_tiles, k_tile = number % k_tiles;
     const KeyTiles tiles = mask.key_tiles(q_tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
     return {
-        .batch = row / heads, .head = row % heads * members, .q_tile = q_tile, .k_tile = k_tile,
+        .batch = static_cast<int>(row / heads), .head = static_cast<int>(row % heads) * members,
+        .q_tile = q_tile, .k_tile = k_tile,
         .first_query = q_tile * BLOCK_Q,
         .last_query = min((q_tile + 1) * BLOCK_Q, mask.seqlen_q) - 1,
         .first_key = k_tile * BLOCK_K,
@@ -92,8 +96,48 @@ inline int look_at_tile(
     return is_known ? static_cast<int>(seen.visibility()) : UNDECIDED;
 }
 
+// Which groups of 64 rows CAUSAL or WINDOW leave nothing of the tile, a bit each.
+inline u32 groups_outside(const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile) {
+    u32 groups = 0;
+    if constexpr (CAUSAL || WINDOW)
+        #pragma unroll
+        for (int group = 0; group < HIDDEN_GROUPS; ++group) {
+            const int first = tile.first_query + group * 64;
+            const KeyTiles tiles = mask.key_tiles(first, 64, BLOCK_K);
+            if (tile.k_tile < tiles.first || tile.k_tile >= tiles.num_visited)
+                groups |= 1u << group;
+        }
+    return groups;
+}
+
+// 32 pairs, as TileBits has them: from the lane's first row and column of a word. INSIDE: those
+// within the arrays read nothing outside the user's arrays; others are taken to be their last ones.
+struct Word { u32 visible, counted; };                      // visible and counted; counted
+template <bool INSIDE>
+inline Word test_word(
+    const MaskExpression& user, const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile, int row,
+    int column) {
+    Word word = {0, 0};
+    #pragma unroll 2
+    for (int j = 0; j < 8; ++j)
+        #pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int along = row + n / 2 * 8, across = column + j * 8 + n % 2;
+            const int query = FLAGS_OF_GROUPS ? across : along;
+            const int key = FLAGS_OF_GROUPS ? along : across;
+            const u32 bit = 1u << (j * 4 + n);
+            const int read_query = INSIDE ? min(query, tile.last_query) : query;
+            const int read_key = INSIDE ? min(key, tile.last_key) : key;
+            if (user.template visible<INSIDE>(read_query, read_key)) word.visible |= bit;
+            if (query <= tile.last_query && key <= tile.last_key && mask.visible(query, key))
+                word.counted |= bit;
+        }
+    word.visible &= word.counted;                           // not in between: no branches
+    return word;
+}
+
 // The flag of a tile by all its pairs, whose bits MASK_BITS keeps. Whole block.
-inline Visibility test_pairs(
+inline int test_pairs(
     const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, const FlaggedTile& tile, int members) {
     constexpr bool OF_KEYS = FLAGS_OF_GROUPS;
     const int lane = threadIdx.x % 32;
@@ -101,28 +145,23 @@ inline Visibility test_pairs(
     const int first_column = (OF_KEYS ? tile.first_query : tile.first_key) + lane % 4 * 2;
     PairMask pair_mask(args, tile.batch);
     Seen seen;
+    u32 seen_groups = 0;                                    // of 64 rows
     seen.masked = tile.is_cut;
     for (int member = 0; member < members; ++member) {
         pair_mask.set_head(tile.head + member);
+        const bool is_inside = MaskExpression::READS && pair_mask.user.reads_inside(
+            tile.first_query, tile.last_query, tile.first_key, tile.last_key);
         #pragma unroll 1
         for (int word = threadIdx.x; word < TileBits::COUNT; word += NUM_THREADS) {
             const int row = first_row + word / 32 / TileBits::WORDS * 16;
             const int column = first_column + word / 32 % TileBits::WORDS * 64;
-            u32 bits = 0, counted = 0;
-            #pragma unroll 4
-            for (int j = 0; j < 8; ++j)
-                #pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const int along = row + n / 2 * 8, across = column + j * 8 + n % 2;
-                    const int query = OF_KEYS ? across : along, key = OF_KEYS ? along : across;
-                    const u32 bit = 1u << (j * 4 + n);
-                    if (pair_mask.user.visible(query, key)) bits |= bit;
-                    if (query <= tile.last_query && key <= tile.last_key
-                        && mask.visible(query, key))
-                        counted |= bit;
-                }
-            seen.visible |= (counted & bits) != 0;
-            seen.masked |= (counted & ~bits) != 0;
+            const Word tested = is_inside
+                ? test_word<true>(pair_mask.user, mask, tile, row, column)
+                : test_word<false>(pair_mask.user, mask, tile, row, column);
+            const u32 bits = tested.visible, counted = tested.counted;
+            seen.visible |= bits != 0;
+            seen.masked |= bits != counted;
+            if (bits != 0) seen_groups |= 1u << word / (4 * TileBits::WORDS * 32);
             if constexpr (MASK_BITS)
                 bits_of_tile(args, tile.batch, tile.q_tile, tile.k_tile)[word] = bits;
         }
@@ -130,7 +169,11 @@ inline Visibility test_pairs(
         seen.masked = __syncthreads_or(seen.masked) != 0;
         if (seen.both()) break;
     }
-    return seen.visibility();
+    u32 hidden_groups = 0;
+    #pragma unroll
+    for (int group = 0; group < HIDDEN_GROUPS; ++group)
+        if (!__syncthreads_or(seen_groups >> group & 1)) hidden_groups |= 1u << group;
+    return static_cast<int>(seen.visibility()) | hidden_groups << HIDDEN_SHIFT;
 }
 
 // Where the kernels would visit a tile of which nothing is visible, as they visit one at least: the
@@ -142,6 +185,7 @@ inline void clear_first_bits(
         : tile.k_tile == 0;
     if (!is_first) return;
     u32* bits = bits_of_tile(args, tile.batch, tile.q_tile, tile.k_tile);
+    #pragma unroll 1
     for (int word = threadIdx.x % 32; word < TileBits::COUNT; word += 32) bits[word] = 0;
 }
 
@@ -151,29 +195,32 @@ tile_flags(const __grid_constant__ Arguments args) {
     int* flags = reinterpret_cast<int*>(shared_bytes);      // of the block's tiles
     const Shape& shape = arrays_of(args).shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
-    const i64 count = i64(MASK_OF_BATCH ? shape.batch : 1) * heads_of_flags(args)
-                    * mask.num_tiles(shape.seqlen_q, BLOCK_Q)
-                    * mask.num_tiles(shape.seqlen_k, BLOCK_K);
+    const u32 count =
+        mask.num_tiles(shape.seqlen_q, BLOCK_Q) * mask.num_tiles(shape.seqlen_k, BLOCK_K);
+    const u32 blocks = (count + TILES - 1) / TILES, row = blockIdx.x / blocks;      // of a head
     const int members = MASK_OF_HEAD && FLAGS_OF_GROUPS ? heads_of_group(args) : 1;
-    const i64 first = i64(blockIdx.x) * TILES;
     const int warp = threadIdx.x / 32;
+    const auto number_of = [&](int warp) { return blockIdx.x % blocks + warp * blocks; };
+    const u32 own = number_of(warp);
     if (blockIdx.x == 0 && threadIdx.x == 0) clear_tile_counter(args);
 
     int flag = static_cast<int>(Visibility::NONE);
-    if (first + warp < count) {
-        const FlaggedTile tile = tile_of_flag(args, mask, first + warp, members);
+    if (own < count) {
+        const FlaggedTile tile = tile_of_flag(args, mask, row, own, members);
         flag = look_at_tile(args, mask, tile, members);
         if (MASK_BITS && flag == static_cast<int>(Visibility::NONE))
             clear_first_bits(args, mask, tile);
+        flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
     }
     if (threadIdx.x % 32 == 0) flags[warp] = flag;
     __syncthreads();                                        // flags are written
+    #pragma unroll 1
     for (int i = 0; i < TILES; ++i) {
-        if (flags[i] != UNDECIDED) continue;
-        const FlaggedTile tile = tile_of_flag(args, mask, first + i, members);
-        const Visibility found = test_pairs(args, mask, tile, members);
-        if (warp == i) flag = static_cast<int>(found);
+        if ((flags[i] & VISIBILITY_OF_FLAG) != UNDECIDED) continue;
+        const FlaggedTile tile = tile_of_flag(args, mask, row, number_of(i), members);
+        const int found = test_pairs(args, mask, tile, members);
+        if (warp == i) flag = found | (flag & ~VISIBILITY_OF_FLAG);
     }
-    if (threadIdx.x % 32 == 0 && first + warp < count)
-        args.tile_flags[first + warp] = static_cast<unsigned char>(flag);
+    if (threadIdx.x % 32 == 0 && own < count)
+        args.tile_flags[i64(row) * count + own] = static_cast<unsigned char>(flag);
 }

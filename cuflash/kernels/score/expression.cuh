@@ -7,16 +7,27 @@
 
 constexpr bool MASK_OF_BATCH = false, MASK_OF_HEAD = false;    // what the mask depends on
 
-// x becomes f(x).
+// The user's f of a scaled product or score.
 template <class Real> struct ScoreExpression {
     template <class Arguments> void set_head(const Arguments&, int, int, int, int) {}
-    Real score(Real x, int, int) const { return x; }
-    Real score(Real x, int, int, Real& slope) const {
-        slope = 1;
-        return x;
+    // Whether it reads arrays by a pair's indices, and all of those of a range of pairs are inside.
+    static constexpr bool READS = false;
+    bool reads_inside(int, int, int, int) const { return true; }
+    // f(scale s), and its slope. INSIDE: they are, and need no test.
+    template <bool INSIDE = false> Real score(Real s, Real scale, int, int) const {
+        return s * scale;
     }
-    // dmod += (df/da) ds for every array a that has a gradient; ds is that of f(x).
-    void add_gradients(Real, Real, int, int) const {}
+    template <bool INSIDE = false> Real score(Real s, Real scale, int, int, Real& slope) const {
+        slope = 1;
+        return s * scale;
+    }
+    // Sums of (df/da) ds for every array a that has a gradient, over a lane's pairs of a tile, which
+    // Pairs, a LaneGrid, tells; ds is the gradient of f(x) of query i and key j. finish_gradients
+    // adds them to global memory. By whole warps.
+    template <class Pairs> struct Gradients {};
+    template <class Pairs>
+    void add_gradients(Gradients<Pairs>&, const Pairs&, int, int, Real, Real) const {}
+    template <class Pairs> void finish_gradients(Gradients<Pairs>&, const Pairs&) const {}
 };
 
 struct MaskExpression {

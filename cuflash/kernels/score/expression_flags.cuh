@@ -4,12 +4,18 @@
 // The flags are a Visibility in a byte each, contiguous (batch, heads, q_tiles, k_tiles). An axis
 // that the mask does not depend on (MASK_OF_BATCH, MASK_OF_HEAD) has length 1. FLAGS_OF_GROUPS:
 // heads are those of keys, and a flag is NONE or ALL if it is for all query heads of the group.
+// Forward, the bits from HIDDEN_SHIFT on tell of each 64 queries of a tile that has several such
+// whether they see none of the keys, for kernels whose warpgroups have 64 queries.
 //
 // MASK_BITS: beside the flags stand the bits of each partly visible tile's pairs, in the order of
-// an MMA's fragments (TileBits). The mask does not depend on the head, so all heads share them.
+// an MMA's fragments (TileBits): which CAUSAL, WINDOW, lengths and the user's mask leave. The mask
+// does not depend on the head, so all heads share them.
 #pragma once
 #include "common/constants.cuh"
 #include "score/expression.cuh"
+
+constexpr int VISIBILITY_OF_FLAG = 3, HIDDEN_SHIFT = 2;
+constexpr int HIDDEN_GROUPS = FLAGS_OF_GROUPS || BLOCK_Q <= 64 ? 0 : (BLOCK_Q + 63) / 64;
 
 template <class Arguments> inline int heads_of_group(const Arguments& args) {
     const Shape& shape = arrays_of(args).shape;
@@ -32,6 +38,12 @@ inline i64 flag_index(const Arguments& args, int batch, int head, int q_tile, in
     const int own_head = !MASK_OF_HEAD ? 0 : FLAGS_OF_GROUPS ? head / heads_of_group(args) : head;
     return ((i64(own_batch) * heads_of_flags(args) + own_head) * q_tiles + q_tile) * k_tiles
          + k_tile;
+}
+
+// The flag of a tile. Called by any threads.
+template <class Arguments>
+inline int tile_flag(const Arguments& args, int batch, int head, int q_tile, int k_tile) {
+    return args.tile_flags[flag_index(args, batch, head, q_tile, k_tile)];
 }
 
 // The bits of a tile's pairs: u32 mask_bits[tile][16 rows][word][lane], a tile's number being its
@@ -66,7 +78,7 @@ inline Visibility user_visibility(
     const User& user, const Arguments& args, int batch, int head, int q_tile, int k_tile) {
     if constexpr (!PACKED) {
         return static_cast<Visibility>(
-            args.tile_flags[flag_index(args, batch, head, q_tile, k_tile)]);
+            tile_flag(args, batch, head, q_tile, k_tile) & VISIBILITY_OF_FLAG);
     } else {
         if (MASK_OF_HEAD && FLAGS_OF_GROUPS && heads_of_group(args) > 1) return Visibility::PARTLY;
         const Shape& shape = arrays_of(args).shape;

@@ -1,5 +1,5 @@
-// Reads of a user's arrays (mod_arrays) by score_mod and mask_mod, and additions to their
-// gradients. No index reads outside an array: -n to -1 count from the end, others read 0.
+// Reads of a user's arrays (mod_arrays) by score_mod and mask_mod. No index reads outside an array:
+// -n to -1 count from the end, others read 0.
 #pragma once
 #include "score/expression_functions.cuh"
 
@@ -46,8 +46,25 @@ inline To read(const ModArray<T, AXES>& array, Place at) {
     return at.inside ? element<To>(array.data[at.offset]) : To(0);
 }
 
+// Whether [0, size) has all values of an index.
+template <class Index> inline bool holds(int size, Index index) {
+    const auto all = interval<Number<Index>>(index);
+    return all.low >= 0 && all.high < size;
+}
+
+// An element whose indices are inside. The offsets of neighbours differ by constants, which become
+// part of their loads.
+template <int AXES, class T, class... Index>
+inline T at(const ModArray<T, AXES>& array, Index... given) {
+    const T* element = array.data;
+    int axis = 0;
+    ((element += given * array.stride[axis++]), ...);
+    return *element;
+}
+
 // The smallest and largest that a warp's lanes hold. A NaN makes them unknown.
 template <class T> inline Interval<T> over_warp(Interval<T> x, bool unordered) {
+    #pragma unroll 1
     for (int distance = 16; distance > 0; distance /= 2) {
         const T low = __shfl_xor_sync(0xFFFFFFFFu, x.low, distance);
         const T high = __shfl_xor_sync(0xFFFFFFFFu, x.high, distance);
@@ -59,11 +76,12 @@ template <class T> inline Interval<T> over_warp(Interval<T> x, bool unordered) {
 // A longer slice is not looked at: its values are unknown.
 constexpr i64 LONGEST_SLICE = 4096;
 
-// The elements at indices [low, high], `number(i)` being that at i. Whole warp.
-template <class T, class NumberAt> inline Interval<T> slice(i64 low, i64 high, NumberAt number) {
-    Interval<T> found = interval<T>(number(low));
+// `count` elements, `number(i)` being the i-th. Whole warp.
+template <class T, class NumberAt> inline Interval<T> slice(int count, NumberAt number) {
+    Interval<T> found = interval<T>(number(0));
     bool unordered = found.low != found.low;
-    for (i64 i = low + threadIdx.x % 32; i <= high; i += 32) {
+    #pragma unroll 2
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
         const T x = number(i);
         unordered |= x != x;
         found = {x < found.low ? x : found.low, x > found.high ? x : found.high};
@@ -96,60 +114,44 @@ template <class Index> inline i64 last_of(Index x) {
 }
 
 // array[index, ...]: a number; of ranges of indices an interval. WHOLE_WARP looks at the slice if
-// one index at most has a range of several; without it, only single elements are known.
-template <class To, bool WHOLE_WARP, class T, int AXES, class... Index>
+// one index at most has a range of several, inside the array; without it, only single elements are
+// known. INSIDE: the indices of a number are known to be.
+template <class To, bool WHOLE_WARP, bool INSIDE = false, class T, int AXES, class... Index>
 inline auto gather(const ModArray<T, AXES>& array, Index... index) {
     static_assert(sizeof...(Index) == AXES, "an index for each axis");
-    if constexpr (NUMBERS<Index...>) {
+    if constexpr (NUMBERS<Index...> && INSIDE) {
+        return element<To>(at(array, index...));
+    } else if constexpr (NUMBERS<Index...>) {
         return read<To>(array, place(array, index...));
     } else {
         using End = typename EndOf<To>::type;
-        i64 first[] = {first_of(index)...};
-        const i64 last[] = {last_of(index)...};
-        int ranging = -1, count = 0;
+        const i64 first[] = {first_of(index)...}, last[] = {last_of(index)...};
+        int ranging = 0, count = 1;                         // axes with ranges; elements of one
+        i64 stride = 0;
+        Place at{0, true};
         #pragma unroll
-        for (int axis = 0; axis < AXES; ++axis)
-            if (first[axis] != last[axis]) { ranging = axis; ++count; }
-        if (count > 1 || (count == 1 && !WHOLE_WARP)) return nothing_known<To>();
-        const i64 end = ranging < 0 ? 0 : last[ranging], start = ranging < 0 ? 0 : first[ranging];
-        if (static_cast<u64>(end) - static_cast<u64>(start) >= static_cast<u64>(LONGEST_SLICE))
-            return nothing_known<To>();
-        const auto number = [&](i64 i) {
-            Place at{0, true};
-            #pragma unroll
-            for (int axis = 0; axis < AXES; ++axis) {
-                i64 here = axis == ranging ? i : first[axis];
-                here += here < 0 ? array.size[axis] : 0;
-                at.inside &= static_cast<u64>(here) < static_cast<u64>(array.size[axis]);
-                at.offset += here * array.stride[axis];
+        for (int axis = 0; axis < AXES; ++axis) {
+            i64 here = first[axis];
+            if (here != last[axis]) {
+                if (here < 0 || last[axis] >= array.size[axis]) return nothing_known<To>();
+                if (last[axis] - here >= LONGEST_SLICE) return nothing_known<To>();
+                ++ranging;
+                count = static_cast<int>(last[axis] - here) + 1;
+                stride = array.stride[axis];
             }
-            return static_cast<End>(read<To>(array, at));
-        };
-        if (count == 0) return as_ends<To>(interval<End>(number(0)));
-        if constexpr (WHOLE_WARP) return as_ends<To>(slice<End>(start, end, number));
+            here += here < 0 ? array.size[axis] : 0;
+            at.inside &= static_cast<u64>(here) < static_cast<u64>(array.size[axis]);
+            at.offset += here * array.stride[axis];
+        }
+        if (ranging > 1) return nothing_known<To>();
+        if (ranging == 0 || !at.inside)
+            return as_ends<To>(interval<End>(static_cast<End>(read<To>(array, at))));
+        if constexpr (WHOLE_WARP)
+            return as_ends<To>(slice<End>(count, [&](int i) {
+                return static_cast<End>(element<To>(array.data[at.offset + i * stride]));
+            }));
         else return nothing_known<To>();
     }
-}
-
-// Sums of a gradient, as ModArray.
-template <class Real, int AXES> struct Sums {
-    Real* data;
-    int size[AXES];
-    i64 stride[AXES];
-};
-// sums[index, ...] += x, in no fixed order. Outside there is nothing to add to.
-template <class Real, int AXES, class... Index>
-inline void scatter(const Sums<Real, AXES>& sums, Real x, Index... index) {
-    if (x == Real(0)) return;
-    Place at{0, true};
-    const i64 indices[] = {static_cast<i64>(index)...};
-    #pragma unroll
-    for (int axis = 0; axis < AXES; ++axis) {
-        const i64 here = indices[axis] + (indices[axis] < 0 ? sums.size[axis] : 0);
-        at.inside &= static_cast<u64>(here) < static_cast<u64>(sums.size[axis]);
-        at.offset += here * sums.stride[axis];
-    }
-    if (at.inside) atomicAdd(sums.data + at.offset, x);
 }
 
 // A number of mod_arrays, from its bits.

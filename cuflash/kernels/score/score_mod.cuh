@@ -18,6 +18,7 @@
 #include "score/softcap.cuh"
 
 constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD;
+constexpr bool BUILT_IN = SOFTCAP || ALIBI || BIAS;         // what comes before f
 constexpr bool BENDS = SOFTCAP || SCORE_MOD;
 
 template <class Real> struct SoftmaxScale { Real scale; };
@@ -27,6 +28,36 @@ template <class Real> struct SoftmaxScale { Real scale; };
 // by_product: dx / d(scale S). by_bias: dx / dbias, the slope of f. argument: x before f, where f
 // has its other derivatives; only with SCORE_MOD.
 template <class Real> struct Derivatives { Real by_product = 1, by_bias = 1, argument = 0; };
+
+// Whether the user's score reads arrays, inside alone, of queries [first_query, last_query] and
+// keys [first_key, last_key].
+template <class Mod>
+__device__ __forceinline__ bool reads_inside(
+    const Mod& score_mod, int first_query, int last_query, int first_key, int last_key) {
+    if constexpr (SCORE_MOD)
+        if constexpr (decltype(score_mod.user)::READS)
+            return score_mod.user.reads_inside(first_query, last_query, first_key, last_key);
+    return false;
+}
+
+// Calls compute(Bool<INSIDE>), INSIDE for a warp all of whose reads are inside the arrays. Whole
+// warp; each lane's own pairs are those of queries [first_query, last_query] and keys
+// [first_key, last_key].
+template <class User, class Compute>
+__device__ __forceinline__ void with_reads_tested(
+    const User& user, int first_query, int last_query, int first_key, int last_key,
+    Compute compute) {
+    if constexpr (User::READS) {
+        const bool inside = user.reads_inside(first_query, last_query, first_key, last_key);
+        if (__ballot_sync(0xFFFFFFFFu, inside) == 0xFFFFFFFFu) return compute(Bool<true>{});
+    }
+    compute(Bool<false>{});
+}
+
+// After pair i of a lane: limits the loads in flight, each of which needs registers.
+template <class User> __device__ __forceinline__ void limit_reads(const User&, int i) {
+    if (User::READS && i % 8 == 7) __syncwarp();
+}
 
 // The user's function of one head.
 template <class Real, bool> struct UserScore { ScoreExpression<Real> user; };
@@ -103,7 +134,9 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         derivatives.by_product = slope_of_x[0];
         if constexpr (SCORE_MOD) {
             derivatives.argument = x[0];
-            x[0] = this->user.score(x[0], query, key, derivatives.by_bias);
+            x[0] = BUILT_IN
+                ? this->user.score(x[0], Real(1), query, key, derivatives.by_bias)
+                : this->user.score(product, scale, query, key, derivatives.by_bias);
             derivatives.by_product *= derivatives.by_bias;
         }
         return x[0];
@@ -120,17 +153,25 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         }
     }
 
-    // Adds what a pair contributes to the gradients of the user's arrays (DMOD). ds: the gradient
-    // of its score, 0 of a masked pair.
-    void add_gradients(const Derivatives<Real>& derivatives, Real ds, int query, int key) const {
-        if constexpr (DMOD)
-            if (ds != 0) this->user.add_gradients(derivatives.argument, ds, query, key);
+    // Sums of a lane's pairs of a tile for the gradients of the user's arrays (DMOD). ds: the
+    // gradient of the score of query i and key j of `pairs` (lane_grid.cuh), 0 of a masked pair.
+    template <class Pairs>
+    using ArraySums = typename ScoreExpression<Real>::template Gradients<Pairs>;
+    template <class Pairs>
+    void add_gradients(ArraySums<Pairs>& sums, const Pairs& pairs, int i, int j,
+                       const Derivatives<Real>& derivatives, Real ds) const {
+        if constexpr (DMOD) this->user.add_gradients(sums, pairs, i, j, derivatives.argument, ds);
+    }
+    // After a tile's pairs, by whole warps.
+    template <class Pairs> void finish_gradients(ArraySums<Pairs>& sums, const Pairs& pairs) const {
+        if constexpr (DMOD) this->user.finish_gradients(sums, pairs);
     }
     Real score(Real product, Real distance, int query, int key) const {
         const Real bias = this->bias_of(query, key);
         Real x[1] = {product}, slope_of_x[1];
         scores<1>(x, [&](int) { return addend(distance, bias); }, slope_of_x);
-        if constexpr (SCORE_MOD) return this->user.score(x[0], query, key);
+        if constexpr (SCORE_MOD && BUILT_IN) return this->user.score(x[0], Real(1), query, key);
+        else if constexpr (SCORE_MOD) return this->user.score(product, scale, query, key);
         else return x[0];
     }
 };

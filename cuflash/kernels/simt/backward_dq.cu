@@ -21,6 +21,7 @@
 // Bad at: speed, as simt/forward.cu.
 #include "simt/backward.cuh"
 #include "score/dbias.cuh"
+#include "score/lane_grid.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
 constexpr int KEYS_PER_THREAD = (BLOCK_K + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
@@ -28,6 +29,15 @@ constexpr int COLUMNS_PER_THREAD = HEAD_DIM / THREADS_PER_ROW;
 
 static_assert(NUM_THREADS % BLOCK_Q == 0, "every query has as many threads");
 static_assert(HEAD_DIM % THREADS_PER_ROW == 0, "every thread has as many columns of dQ");
+
+// A warp has several queries where as many threads as a power of two share one. Otherwise a thread
+// sums for itself.
+constexpr bool SHARED_SUMS = THREADS_PER_ROW == 4 || THREADS_PER_ROW == 8;
+constexpr u32 KEY_LANES = SHARED_SUMS ? THREADS_PER_ROW - 1 : 0;
+using Pairs = LaneGrid<
+    LaneAxis<1, 1, SHARED_SUMS ? 32 / THREADS_PER_ROW : THREADS_PER_ROW,
+             SHARED_SUMS ? 31 & ~KEY_LANES : 0>,
+    LaneAxis<KEYS_PER_THREAD, 1, THREADS_PER_ROW, KEY_LANES>>;
 
 struct SharedPlan {
     Real q[BLOCK_Q][HEAD_DIM + 1];
@@ -50,6 +60,8 @@ inline void score_gradients(
         s, shared.q[row], shared.k, thread_of_row, THREADS_PER_ROW);
     dot_products<KEYS_PER_THREAD, HEAD_DIM_V>(
         dp, shared.dout[row], shared.v, thread_of_row, THREADS_PER_ROW);
+    const Pairs pairs{i, k_start + thread_of_row};
+    ScoreMod<Real>::ArraySums<Pairs> sums;
     for (int n = 0; n < KEYS_PER_THREAD; ++n) {
         const int j = thread_of_row + n * THREADS_PER_ROW;
         if (j < BLOCK_K) {
@@ -61,9 +73,10 @@ inline void score_gradients(
                                                     : weight.ds_score);
             if (DMOD && sees(j))
                 options.score_mod.add_gradients(
-                    weight.derivatives, weight.ds_score, i, k_start + j);
+                    sums, pairs, 0, n, weight.derivatives, weight.ds_score);
         }
     }
+    options.score_mod.finish_gradients(sums, pairs);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)

@@ -60,7 +60,7 @@ __device__ __forceinline__ void compute_p(
     };
     if constexpr (SCORES_TWICE) {
         float weights[S_REGS];
-        apply_score_mod(weights, derivatives, s, args, pairs, fits_poly4);
+        scores_and_derivatives(weights, derivatives, s, args, pairs, fits_poly4);
         exponentiate(weights, rows, scale_log2);
         zero_masked(weights);
         pack_kept(weights);
@@ -143,16 +143,19 @@ __device__ __forceinline__ void compute_ds_of_products(
         }
     }
     zero_masked(dp);
+    const FragmentPairs grid{pairs.query, pairs.key};
+    ScoreMod<float>::ArraySums<FragmentPairs> sums;
     #pragma unroll
     for (int i = 0; i < S_REGS; ++i) {
         const int query = pairs.query + i / 4 * 8 + i % 2, key = pairs.key + i / 2 % 2 * 8;
         Derivatives<float> derivatives;
         derivatives_of(i, derivatives);
+        score_mod.add_gradients(sums, grid, query_of(i), key_of(i), derivatives, dp[i]);
         if (dp[i] == 0.0f) continue;
-        score_mod.add_gradients(derivatives, dp[i], query, key);
         if constexpr (DBIAS) dbias.add(query, key, dp[i] * derivatives.by_bias);
         dp[i] *= derivatives.by_product;
     }
+    score_mod.finish_gradients(sums, grid);
 }
 
 // ds = dS^T rounded, from dP^T, which is overwritten, and what compute_p() left.

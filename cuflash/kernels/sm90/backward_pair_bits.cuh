@@ -107,7 +107,7 @@ __device__ __forceinline__ void clear_hidden(LanePairs& pairs, const Arguments& 
         #pragma unroll
         for (int word = 0; word < LanePairs::WORDS; ++word) {
             u32 bits = 0;
-            #pragma unroll 2
+            #pragma unroll
             for (int j = 0; j < 8; ++j)
                 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
@@ -143,7 +143,8 @@ __device__ __forceinline__ void compute_bits(
     if constexpr (VISIBILITY_BITS) {
         #pragma unroll
         for (u32& bits : pairs.visible) bits = ~0u;
-        if (is_cut) clear_out_of_bounds(pairs, bounds);
+        // The bits of a user's mask are of pairs within bounds.
+        if (is_cut && !(MASK_BITS && has_boundary)) clear_out_of_bounds(pairs, bounds);
         if (SEGMENTS && has_boundary)
             clear_other_segments(pairs, rows, pair_mask, bounds.seqlen_k);
         if (MASK_MOD && has_boundary) clear_hidden(pairs, args);

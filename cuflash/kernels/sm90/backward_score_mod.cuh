@@ -3,10 +3,11 @@
 #pragma once
 #include "sm90/backward_pair_bits.cuh"
 #include "score/dbias.cuh"
+#include "score/lane_grid.cuh"
 
 // Loads 16-bit biases; for a pair past the array's end, the bias of another pair. A warp has 16
 // keys, from key - lane / 4 on. It reads 8 queries by 8 keys at a time, in each lane two keys that
-// are neighbours in memory. scores_and_derivatives() transposes them to the lane's pairs.
+// are neighbours in memory. apply_in_parts() transposes them to the lane's own pairs.
 __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& args, int part = 0) {
     if constexpr (BIAS && sizeof(Bias) == 2) {
         constexpr int COUNT = sizeof(pairs.biases) / sizeof(u32);
@@ -34,29 +35,43 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
     }
 }
 
-// x becomes the user's function of it (SCORE_MOD), the derivative of x with it.
+// x becomes the user's function of scale x (SCORE_MOD), the derivative of x with it.
 template <class Mod>
 __device__ __forceinline__ void apply_user_score(
-    float& x, float& derivative, const Mod& score_mod, int query, int key) {
+    float& x, float& derivative, const Mod& score_mod, float scale, int query, int key) {
     if constexpr (SCORE_MOD) {
         float slope;
-        x = score_mod.user.score(x, query, key, slope);
+        x = score_mod.user.score(x, scale, query, key, slope);
         derivative *= slope;
     }
 }
 
-// Raw products S become scores and their derivatives. fits_poly4: all products of the warp fit
+// The same for all products, where no built-in modification comes first: scale S goes in.
+template <class Mod>
+__device__ __forceinline__ void apply_user_scores(
+    float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
+    const Mod& score_mod, int query, int key) {
+    with_reads_tested(
+        score_mod.user, query, query + (S_REGS / 4 - 1) * 8 + 1, key, key + 8, [&](auto inside) {
+            #pragma unroll
+            for (int i = 0; i < S_REGS; ++i) {
+                float slope;
+                scores[i] = score_mod.user.template score<inside.value>(
+                    products[i], score_mod.scale, query + (i / 4 * 8 + i % 2),
+                    key + i / 2 % 2 * 8, slope);
+                if constexpr (SCORES_BEND) derivatives[i] = slope;
+                limit_reads(score_mod.user, i);
+            }
+        });
+}
+
+// The same with built-in modifications. fits_poly4: all products of the warp fit
 // (ScoreMod::fits_tanh_poly4). One division serves two keys of a query, except with DBIAS: a NaN of
 // a masked pair must not reach the gradient of a bias.
-__device__ __forceinline__ void scores_and_derivatives(
+__device__ __forceinline__ void apply_in_parts(
     float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
-    const Arguments& args, LanePairs& pairs, bool fits_poly4) {
+    const Arguments& args, LanePairs& pairs, const ScoreMod<float>& score_mod, bool fits_poly4) {
     constexpr int COUNT = S_REGS / LanePairs::BIAS_PARTS;
-    ScoreMod<float> score_mod(args);
-    score_mod.set_head(args, pairs.batch, pairs.head);
-    score_mod.set_sequence(args, pairs.batch, pairs.head);
-    if constexpr (SCORE_MOD && PACKED)
-        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Element i of the part in the fragment: the two keys of a query become neighbours.
@@ -89,8 +104,9 @@ __device__ __forceinline__ void scores_and_derivatives(
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
-            apply_user_score(part_scores[i], part_derivatives[i], score_mod, pairs.query + query,
-                             pairs.key + key);
+            apply_user_score(part_scores[i], part_derivatives[i], score_mod, 1.0f,
+                             pairs.query + query, pairs.key + key);
+            if (SCORE_MOD && i % 32 == 31) __syncwarp();    // limits loads in flight: registers
         }
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
@@ -98,6 +114,21 @@ __device__ __forceinline__ void scores_and_derivatives(
             derivatives[position(i)] = part_derivatives[i];
         }
     }
+}
+
+// Raw products S become scores and their derivatives.
+__device__ __forceinline__ void scores_and_derivatives(
+    float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
+    const Arguments& args, LanePairs& pairs, bool fits_poly4) {
+    ScoreMod<float> score_mod(args);
+    score_mod.set_head(args, pairs.batch, pairs.head);
+    score_mod.set_sequence(args, pairs.batch, pairs.head);
+    if constexpr (SCORE_MOD && PACKED)
+        score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+    if constexpr (SCORE_MOD && !SOFTCAP && !ALIBI && !BIAS)
+        apply_user_scores(scores, derivatives, products, score_mod, pairs.query, pairs.key);
+    else
+        apply_in_parts(scores, derivatives, products, args, pairs, score_mod, fits_poly4);
 }
 
 // With SOFTCAP, where all products fit the polynomial and all pairs are visible: S^T becomes P^T
@@ -141,9 +172,9 @@ __device__ __forceinline__ void compute_p_of_user(
         rows.lse.read(lane_lse, j, lse);
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float score = rounded(s[j * 4 + i], score_mod.scale), slope = 1.0f;
-            apply_user_score(
-                score, slope, score_mod, query + (j * 8 + i % 2), key + i / 2 * 8);
+            float score = s[j * 4 + i], slope = 1.0f;
+            apply_user_score(score, slope, score_mod, score_mod.scale, query + (j * 8 + i % 2),
+                             key + i / 2 * 8);
             weights[i] = exp2_approx(fmaf(score, LOG2_E, -lse[i % 2]));
             s[j * 4 + i] = weights[i] * slope;
         }
@@ -151,6 +182,11 @@ __device__ __forceinline__ void compute_p_of_user(
         p[j * 2 + 1] = pack<Element>(weights[2], weights[3]);
     }
 }
+
+// A lane's pairs, of which query_of(i) and key_of(i) are those of element i of its fragment.
+using FragmentPairs = LaneGrid<LaneAxis<S_REGS / 2, 2, 8, 0x03>, LaneAxis<2, 1, 8, 0x1C>>;
+constexpr int query_of(int i) { return i / 4 * 2 + i % 2; }
+constexpr int key_of(int i) { return i / 2 % 2; }
 
 // Adds dS^T, 0 at masked pairs, to the gradients of the user's arrays, which do not depend on
 // scores.
@@ -160,10 +196,12 @@ __device__ __forceinline__ void add_dmods(
         ScoreMod<float> score_mod(args);
         score_mod.set_head(args, pairs.batch, pairs.head);
         score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+        const FragmentPairs grid{pairs.query, pairs.key};
+        ScoreMod<float>::ArraySums<FragmentPairs> sums;
         #pragma unroll
         for (int i = 0; i < S_REGS; ++i)
-            score_mod.add_gradients(
-                {}, ds[i], pairs.query + (i / 4 * 8 + i % 2), pairs.key + i / 2 % 2 * 8);
+            score_mod.add_gradients(sums, grid, query_of(i), key_of(i), {}, ds[i]);
+        score_mod.finish_gradients(sums, grid);
     }
 }
 

@@ -287,13 +287,17 @@ struct Consumer {
     __device__ __forceinline__ void skip_tiles() {
         for (int i = 0; i < num_skipped; ++i) {
             pipeline_wait(k_full, k);
-            scheduler_barrier_sync();
-            scheduler_barrier_arrive();
-            if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
-            pipeline_wait(v_full, k);
-            if (lane == 0) mbarrier_arrive(v_empty + 8 * k.index);
-            k.next();
+            skip_tile();
         }
+    }
+    // Tile k, whose K is there.
+    __device__ __forceinline__ void skip_tile() {
+        scheduler_barrier_sync();
+        scheduler_barrier_arrive();
+        if (lane == 0) mbarrier_arrive(k_empty + 8 * k.index);
+        pipeline_wait(v_full, k);
+        if (lane == 0) mbarrier_arrive(v_empty + 8 * k.index);
+        k.next();
     }
 
     // Stores O and lse of the query tile in work slot `slot`: O through its stage of Q, or, if

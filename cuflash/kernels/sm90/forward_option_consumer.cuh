@@ -46,7 +46,10 @@ struct OptionsConsumer : Consumer {
             const int first_full = WINDOW ? visited.first_full : 0;
             for (;;) {
                 const int last = last_of_run(tile, first_full);
-                for (; tile >= last; --tile) iteration<false>(tile);
+                for (; tile >= last; --tile) {
+                    if (has_reads_inside(tile)) iteration<false, true>(tile);
+                    else iteration<false>(tile);
+                }
                 if (!RUN_TILES || tile < first_full) break;
                 end_run();
             }
@@ -57,7 +60,8 @@ struct OptionsConsumer : Consumer {
 
     // As Consumer::iteration, but a warp may keep its rows' old maximum, which saves rescaling acc:
     // under a softcap if all its S fit tanh_poly3, otherwise if may_keep_max() holds.
-    template <bool IS_MASKED>
+    // INSIDE: has_reads_inside().
+    template <bool IS_MASKED, bool INSIDE = false>
     __device__ __forceinline__ void iteration(int tile) {
         constexpr bool USES_POLY3 = SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD && !IS_MASKED;
         constexpr bool MAY_KEEP_MAX = USES_POLY3 || (!SOFTCAP && !DROPOUT);
@@ -70,7 +74,7 @@ struct OptionsConsumer : Consumer {
         if constexpr (IS_MASKED) load_mask(tile);
         wait_for_qk<1>();
         release_k(is_last(tile));
-        bool keeps_max = modify_scores<USES_POLY3>(tile);
+        bool keeps_max = modify_scores<USES_POLY3, INSIDE>(tile);
         if constexpr (MAY_KEEP_MAX && !USES_POLY3)          // before a masked pair becomes -inf
             keeps_max = may_keep_max(s, rows, scale_log2, score);
         if constexpr (IS_MASKED) mask_scores(tile);
@@ -116,6 +120,7 @@ struct OptionsConsumer : Consumer {
         k = v;
         k.next();
         if constexpr (!SPARSE_TILES) skip_tiles();
+        if constexpr (MASK_MOD) skip_hidden_tiles();
         pipeline_wait(k_full, k);
         const int tile = acquire_key_tile(visited.num_visited - 1);
         scheduler_barrier_sync();
@@ -140,6 +145,7 @@ struct OptionsConsumer : Consumer {
         k = v;
         k.next();
         if constexpr (!SPARSE_TILES) skip_tiles();
+        if constexpr (MASK_MOD) skip_hidden_tiles();
         pipeline_wait(k_full, k);
         const int tile = acquire_key_tile(visited.num_visited - 1);
         issue_gemms(tile);
@@ -201,6 +207,18 @@ struct OptionsConsumer : Consumer {
         return true;
     }
 
+    // As skip_tiles(), of the first key tiles of which the warpgroup's rows see nothing.
+    __device__ __forceinline__ void skip_hidden_tiles() {
+        if constexpr (HIDDEN_GROUPS > 0)
+            #pragma unroll 1
+            for (int i = 0; i < KV_STAGES - 1; ++i) {
+                pipeline_wait(k_full, k);
+                const TileFlags own = shared.extras.flags[k.index];
+                if (own.is_last() || !own.is_hidden(warpgroup)) return;
+                skip_tile();
+            }
+    }
+
     // The index of the key tile in stage k, which is full.
     __device__ __forceinline__ int acquire_key_tile(int expected) {
         if constexpr (!SPARSE_TILES) return expected;
@@ -226,8 +244,17 @@ struct OptionsConsumer : Consumer {
                 user_mask.load(args, shared.work_tiles[work_slot(q)], warp_row, tile);
     }
 
+    // Whether the user's score reads arrays inside alone, for all pairs of the warpgroup: the two
+    // cases are iterations of their own, as a branch within one would need registers.
+    __device__ __forceinline__ bool has_reads_inside(int tile) const {
+        const int first_query = first_row - lane_row + warpgroup_row, first_key = tile * BLOCK_K;
+        return reads_inside(
+            score_mod, first_query, first_query + CONSUMER_ROWS - 1, first_key,
+            first_key + BLOCK_K - 1);
+    }
+
     // S becomes scores. True if it stays S, because all of it fits tanh_poly3 (Poly3Score).
-    template <bool USES_POLY3>
+    template <bool USES_POLY3, bool INSIDE = false>
     __device__ __forceinline__ bool modify_scores(int tile) {
         if constexpr (ALIBI_MMA) {
             score = {};
@@ -244,7 +271,7 @@ struct OptionsConsumer : Consumer {
             if (score_mod.fits_tanh_poly3(s, fminf(rows.max_scaled[0], rows.max_scaled[1])))
                 return true;
         if constexpr (!LINEAR)
-            apply_score_mod(
+            apply_score_mod<INSIDE>(
                 s, score_mod, shared, bias_staged, shape.seqlen_k - shape.seqlen_q, first_row,
                 tile * BLOCK_K);
         if constexpr (BIAS_PREFETCH)
@@ -258,7 +285,10 @@ struct OptionsConsumer : Consumer {
                 apply_segment_mask(s, shared.extras.ids(k), row_ids, flags.has_one_id());
         if constexpr (HAS_MASK) mask_tile.apply(s);
         if constexpr (MASK_MOD)
-            if (flags.is_partly()) user_mask.apply(s);
+            if (flags.is_partly()) {
+                user_mask.apply(s);
+                if (MASK_BITS) return;                      // bits of what the mask leaves
+            }
         if (visited.full(tile)) return;
         apply_mask(s, mask, first_row, tile * BLOCK_K);
     }

@@ -95,6 +95,7 @@ template <class PairMask> struct SparseKeyTiles {
     u32 remaining = 0;                                      // one bit per lane: still to visit
     u32 masked = 0, one_id = 0;                             // one bit per lane: TileFlags
     u32 partly = 0, all = 0;                                // with MASK_MOD; all: nothing is masked
+    int flag = 0;                                           // of a lane's tile, with MASK_MOD
 
     __device__ __forceinline__ SparseKeyTiles(
         const PairMask& pairs, int q_tile, const KeyTiles& visited)
@@ -120,10 +121,10 @@ template <class PairMask> struct SparseKeyTiles {
                 remaining = __ballot_sync(WHOLE_WARP, tile >= first);
             }
             if constexpr (MASK_MOD) {
-                Visibility seen = Visibility::NONE;
+                flag = 0;
                 if (tile >= first)
-                    seen = user_visibility(
-                        pairs.user, pairs.args, pairs.batch, pairs.head, q_tile, tile);
+                    flag = tile_flag(pairs.args, pairs.batch, pairs.head, q_tile, tile);
+                const Visibility seen = static_cast<Visibility>(flag & VISIBILITY_OF_FLAG);
                 remaining &= __ballot_sync(WHOLE_WARP, seen != Visibility::NONE);
                 partly = __ballot_sync(WHOLE_WARP, seen == Visibility::PARTLY);
                 all = __ballot_sync(WHOLE_WARP, !HAS_MASK && visited.full(tile)) & ~masked
@@ -138,11 +139,13 @@ template <class PairMask> struct SparseKeyTiles {
     }
 
     // The next tile; has_more() must hold.
-    struct Tile { int number; bool is_masked, has_one_id, is_partly; };
+    struct Tile { int number; bool is_masked, has_one_id, is_partly; int hidden; };  // see flag
     __device__ __forceinline__ Tile take() {
         const int lane = __ffs(remaining) - 1;
-        const Tile tile = {base - lane, (masked >> lane & 1) != 0, (one_id >> lane & 1) != 0,
-                           (partly >> lane & 1) != 0};
+        Tile tile = {base - lane, (masked >> lane & 1) != 0, (one_id >> lane & 1) != 0,
+                     (partly >> lane & 1) != 0, 0};
+        if constexpr (MASK_MOD && HIDDEN_GROUPS > 0)
+            tile.hidden = __shfl_sync(WHOLE_WARP, flag, lane) >> HIDDEN_SHIFT;
         remaining &= remaining - 1;
         find_remaining();
         return tile;
@@ -166,7 +169,7 @@ __device__ __forceinline__ void load_sparse_keys(const Arguments& args, SharedPl
         if constexpr (MASK_MOD) pairs.set_head(work.head);
         SparseKeyTiles<PairMask> tiles(
             pairs, work.q_start / BLOCK_Q, mask.key_tiles(work.q_start, work.num_rows, BLOCK_K));
-        SparseKeyTiles<PairMask>::Tile tile = {0, true, false, true};
+        SparseKeyTiles<PairMask>::Tile tile = {0, true, false, true, 0};
         LaneSegmentIds ids;
         const auto take_tile = [&] {
             if (tiles.has_more()) tile = tiles.take();
@@ -186,6 +189,7 @@ __device__ __forceinline__ void load_sparse_keys(const Arguments& args, SharedPl
                     | (tile.is_masked ? TileFlags::MASKED_BIT : 0)
                     | (tile.has_one_id ? TileFlags::ONE_ID_BIT : 0)
                     | (MASK_MOD && tile.is_partly ? TileFlags::PARTLY_BIT : 0)
+                    | (MASK_MOD ? tile.hidden << TileFlags::HIDDEN_BITS : 0)
                     | (MASK_MOD && tiles.next_is_masked() ? TileFlags::NEXT_MASKED_BIT : 0);
                 tma_load_tile<BLOCK_K, HEAD_DIM>(
                     shared_address(&shared.k[stage.index]), args.k_map,

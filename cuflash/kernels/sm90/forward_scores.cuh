@@ -96,24 +96,27 @@ __device__ __forceinline__ void apply_built_in(
     });
 }
 
-// Scores become the user's function of them (SCORE_MOD).
-template <class Mod>
+// The products S, or the scores of built-in modifications, become the user's function of them
+// (SCORE_MOD). INSIDE: as ScoreExpression::score.
+template <bool INSIDE, class Mod>
 __device__ __forceinline__ void apply_user_score(
     float (&s)[S_COUNT], const Mod& score_mod, int first_row, int k_start) {
     const int first_key = lane_key(k_start);
+    const float scale = BUILT_IN ? 1.0f : score_mod.scale;
     #pragma unroll
     for (int i = 0; i < S_COUNT; ++i)
-        s[i] = score_mod.user.score(
-            s[i], first_row + i / 2 % 2 * 8, first_key + (i / 4 * 8 + i % 2));
+        s[i] = score_mod.user.template score<INSIDE>(
+            s[i], scale, first_row + i / 2 % 2 * 8, first_key + (i / 4 * 8 + i % 2));
 }
 
 // S = Q K^T becomes scores: the built-in modifications, then the user's.
-template <class Shared>
+template <bool INSIDE, class Shared>
 __device__ __forceinline__ void apply_score_mod(
     float (&s)[S_COUNT], const ScoreMod<float>& score_mod, Shared& shared, bool bias_staged,
     int shift, int first_row, int k_start) {
-    apply_built_in(s, score_mod, shared, bias_staged, shift, first_row, k_start);
-    if constexpr (SCORE_MOD) apply_user_score(s, score_mod, first_row, k_start);
+    if constexpr (BUILT_IN)
+        apply_built_in(s, score_mod, shared, bias_staged, shift, first_row, k_start);
+    if constexpr (SCORE_MOD) apply_user_score<INSIDE>(s, score_mod, first_row, k_start);
 }
 
 // ---- Masks: S = -inf where a pair is masked ----

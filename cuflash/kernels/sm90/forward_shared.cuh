@@ -94,7 +94,8 @@ struct WorkTiles : WorkTileBarriers<DYNAMIC_SCHEDULER> {
 struct TileFlags {
     static constexpr int LAST_BIT = 1, MASKED_BIT = 2, ONE_ID_BIT = 4;
     static constexpr int PARTLY_BIT = 8, NEXT_MASKED_BIT = 16;      // with MASK_MOD
-    static constexpr int TILE_SHIFT = MASK_MOD ? 5 : 3;
+    static constexpr int HIDDEN_BITS = 5;                           // from here on, one each
+    static constexpr int TILE_SHIFT = MASK_MOD ? HIDDEN_BITS + HIDDEN_GROUPS : 3;
     int bits;
     __device__ __forceinline__ int tile() const { return bits >> TILE_SHIFT; }
     __device__ __forceinline__ bool is_last() const { return (bits & LAST_BIT) != 0; }
@@ -104,6 +105,10 @@ struct TileFlags {
     __device__ __forceinline__ bool has_one_id() const { return (bits & ONE_ID_BIT) != 0; }
     // The user's mask hides some of its pairs.
     __device__ __forceinline__ bool is_partly() const { return (bits & PARTLY_BIT) != 0; }
+    // The queries of consumer warpgroup `warpgroup` see nothing of it.
+    __device__ __forceinline__ bool is_hidden(int warpgroup) const {
+        return HIDDEN_GROUPS > 0 && (bits >> (HIDDEN_BITS + warpgroup) & 1) != 0;
+    }
     // Something may mask pairs of the next key tile.
     __device__ __forceinline__ bool next_is_masked() const {
         return (bits & NEXT_MASKED_BIT) != 0;

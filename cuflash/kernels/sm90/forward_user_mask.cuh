@@ -1,7 +1,8 @@
 // The user's mask (MASK_MOD) of a lane's two rows in forward.cu, in key tiles that it hides partly.
 //
-// With MASK_BITS its bits come from memory, and otherwise are computed a few pairs at a time: S,
-// acc and P leave no registers for more. Either happens while the tensor cores compute Q K^T.
+// With MASK_BITS its bits come from memory. Otherwise they are computed; S, acc and P leave few
+// registers, so not all loads of arrays are in flight at once. Either happens while the tensor
+// cores compute Q K^T.
 #pragma once
 #include "sm90/forward_shared.cuh"
 
@@ -24,7 +25,7 @@ struct UserMaskTile {
             #pragma unroll
             for (int word = 0; word < WORDS; ++word) {
                 u32 bits = 0;
-                #pragma unroll 2
+                #pragma unroll 8
                 for (int j = 0; j < min(8, S_COUNT / 4 - word * 8); ++j)
                     #pragma unroll
                     for (int n = 0; n < 4; ++n) {           // two rows, two keys

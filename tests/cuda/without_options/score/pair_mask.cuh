@@ -7,6 +7,9 @@ constexpr bool PAIRWISE = false, SKIPS_TILES = false;
 
 bool disjoint(IdRange a, IdRange b);
 
+template <int WORDS, class Arguments>
+void load_mask_bits(u32 (&)[WORDS], const Arguments&, int, int, int, int);
+
 template <class> struct PairMaskOf {
     int batch, head;
     MaskExpression user;

@@ -1,0 +1,85 @@
+"""Drawn functions: graphs mean what NumPy makes of the same function."""
+
+import numpy as np
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cuflash.expressions import derivative
+from cuflash.expressions.evaluate import ModArrays, Values
+from cuflash.reference import expressions as reference
+from expression_strategies import ARRAYS, Drawn, masks, scores
+from helpers.expression_calls import (
+    Pairs,
+    given_of,
+    gradient_sums,
+    mod_arrays,
+    plain,
+    recorded,
+)
+from helpers.expression_rounding import DOUBLE, assert_within
+
+QUERIES, KEYS = 21, 23
+SEEDS = st.integers(0, 2**16)
+# No kernel is compiled: a function takes 5 ms.
+many = settings(max_examples=25 * settings().max_examples)
+
+
+def drawn_call(function, seed):
+    """Return the function's graph, arrays and numbers, values, and pairs."""
+    values = mod_arrays(seed)
+    _, *own = given_of(values)
+    pairs = Pairs.drawn(seed, QUERIES, KEYS, np.float64)
+    return recorded(function, values), own, values, pairs
+
+
+@many
+@given(st.one_of(scores(), masks()), SEEDS)
+@example(Drawn("mask_mod", "(np.int64(0) < q_idx)"), 0)
+@example(Drawn("mask_mod", "(q_idx >= kv_idx) < on"), 0)
+@example(Drawn("mask_mod", "np.isinf(n) | np.isnan(q_idx)"), 0)
+@example(Drawn("score_mod", "score + far[q_idx] * 0.5"), 1)
+def test_a_graph_is_numpys_function(function, seed):
+    node, own, values, pairs = drawn_call(function, seed)
+    want = pairs.bounded(node, own, DOUBLE)
+    assert_within(plain(function, values, pairs), want, "plain")
+    (got,) = Values(pairs.leaves(), ModArrays(*own), np.float64).of(node)
+    assert_within(pairs.full(got), want, "evaluated")
+
+
+@many
+@given(scores(), SEEDS)
+@example(Drawn("score_mod", "np.log(np.where(q_idx > 3, score, 0.0))"), 0)
+@example(Drawn("score_mod", "np.where(on, score / 0.0, score)"), 0)
+@example(Drawn("score_mod", "np.sqrt(np.maximum(score, 0))"), 0)
+@example(Drawn("score_mod", "(0.5 + abs(score)) ** (w * score)"), 0)
+@example(Drawn("score_mod", "table[h, q_idx - kv_idx] * curve[kv_idx]"), 0)
+def test_derivatives_are_those_of_dual_numbers(function, seed):
+    node, own, values, pairs = drawn_call(function, seed)
+    want = _of_dual_numbers(function, values, pairs)
+    slope = pairs.bounded(derivative.slope(node), own, DOUBLE)
+    known = np.isfinite(slope.value) & np.isfinite(want.slope)
+    slope = slope._replace(doubt=slope.doubt | ~known)
+    assert_within(pairs.full(want.slope), slope, "slope")
+
+    terms = np.random.default_rng(seed).integers(-8, 9, known.shape) / 8
+    totals = {x: np.zeros(values[x].shape) for x in _REALS}
+    reference.add_gradients(totals, want.gathers, terms)
+    for slot, name in enumerate(sorted(ARRAYS)):
+        if name in _REALS:
+            sums = gradient_sums(node, slot, terms, pairs, own, DOUBLE)
+            odd = sums.doubt | ~np.isfinite(totals[name])
+            assert_within(totals[name], sums._replace(doubt=odd), name)
+
+
+_REALS = ("table", "curve", "half")
+
+
+def _of_dual_numbers(function, values, pairs):
+    place = reference.Place(
+        np.arange(QUERIES), np.arange(KEYS), QUERIES, KEYS,
+        reference.HeadIndices(pairs.b, pairs.h),
+    )  # fmt: skip
+    with np.errstate(all="ignore"):
+        return reference.score(
+            function.function, pairs.score, place, values, _REALS
+        )
