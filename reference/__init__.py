@@ -8,7 +8,7 @@ Read `softmax` and `tile_state` first, then `attention` (every matrix
 materialised; `jacobians` derives its gradient), then `forward` and `backward`
 (the tiled algorithms; `original` is FlashAttention as first published), `jvp`
 and `double_backward` (their derivatives, along `tangents`).
-`machine`, `traffic` (`traffic_drafts`: what the sources try first),
+`machine`, `traffic` (`early_schedules`: what the sources try first),
 `intensity` and `roofline` count their costs, `multihead` adds the projections,
 and `running` applies the idea of online softmax to the variance.
 `options` combines the options of a call: `masks` (which query sees which
@@ -84,6 +84,7 @@ from . import (
     context_parallel,
     double_backward,
     dropout,
+    early_schedules,
     expressions,
     forward,
     intensity,
@@ -105,7 +106,6 @@ from . import (
     tangents,
     tile_state,
     traffic,
-    traffic_drafts,
 )
 
 __all__ = [
@@ -114,6 +114,7 @@ __all__ = [
     "context_parallel",
     "double_backward",
     "dropout",
+    "early_schedules",
     "expressions",
     "forward",
     "intensity",
@@ -135,5 +136,4 @@ __all__ = [
     "tangents",
     "tile_state",
     "traffic",
-    "traffic_drafts",
 ]

@@ -488,7 +488,7 @@ def backward_tiles(
 def forward_rows(memory: int, seqlen_k: int) -> int:
     """Return how many rows of S fit into a fast memory whole: M / T.
 
-    [003], eq. 39: for `traffic_drafts.forward_row_blocks`; P overwrites S.
+    [003], eq. 39: for `early_schedules.forward_row_blocks`; P overwrites S.
     The tiles of Q, K and V are not counted.
 
     Parameters
@@ -503,7 +503,7 @@ def forward_rows(memory: int, seqlen_k: int) -> int:
 def backward_rows(memory: int, seqlen_k: int) -> int:
     """Return how many rows of P and of dP fit together: M / 2T.
 
-    [003], eq. 70: for `traffic_drafts.backward_row_blocks`; dS overwrites
+    [003], eq. 70: for `early_schedules.backward_row_blocks`; dS overwrites
     one of them.
 
     Parameters

@@ -37,7 +37,7 @@ These counts differ from the sources as follows:
 Filling arrays with their initial values (0, or -inf for m) is not counted.
 Arrays must be finite here; `forward` and `backward` accept any values.
 
-`traffic_drafts` has the schedules that the sources try first.
+`early_schedules` has the schedules that the sources try first.
 
 Sources: [000], "Cost comparison"; [001]; [002], "Standard attention memory
 access pattern"; [003], "Memory accesses" and Algorithms 1 to 8.

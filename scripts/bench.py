@@ -43,7 +43,7 @@ from bench_parts.options import WithDefaults, in_words
 from bench_parts.report import heading, line, save, say, show, show_summary
 from bench_parts.report import summary as summary_of
 from command_line import number
-from cuflash.request.validate.arrays import MAX_HEAD_DIM
+from cuflash.request.validate.shapes import MAX_HEAD_DIM
 
 MIB = 1 << 20
 MASKS = {"yes": [True], "no": [False], "both": [False, True]}

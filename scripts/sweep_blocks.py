@@ -39,7 +39,7 @@ from cuflash.build import nvrtc  # noqa: E402
 from cuflash.errors import CuflashError  # noqa: E402
 from cuflash.plans import tiles  # noqa: E402
 from cuflash.plans.plan import Device, FamilyName, device_of_arch  # noqa: E402
-from cuflash.request.validate.arrays import MAX_HEAD_DIM  # noqa: E402
+from cuflash.request.validate.shapes import MAX_HEAD_DIM  # noqa: E402
 from sweep_parts import dry, measure, space, tables  # noqa: E402
 from sweep_parts.record import Record  # noqa: E402
 from sweep_parts.worker import NoGpu, Worker, open_gpu  # noqa: E402

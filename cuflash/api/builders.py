@@ -9,7 +9,7 @@ import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError, type_name
 from cuflash.request import checks
-from cuflash.request.validate.arrays import DTYPES
+from cuflash.request.validate.shapes import DTYPES
 
 __all__ = ["cu_seqlens", "rotary_tables", "segment_ids"]
 

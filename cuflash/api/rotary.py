@@ -115,9 +115,7 @@ def apply_rotary(
     True
     """
     if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.apply_rotary", unknown, positional
-        )
+        foreign_names.refuse("cuflash.apply_rotary", unknown, positional)
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
         given["positions"] = positions

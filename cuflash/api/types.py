@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-    from cuflash import distributed
-
 
 class SupportsDLPack(Protocol):
     """An array that others read by DLPack: CuPy's, torch's, JAX's."""
@@ -159,21 +157,6 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
 
     class TorchCacheOptions(KVCacheOptionsOf[torch.Tensor, int], total=False):
         """Those of `cuflash.torch.forward_kvcache`."""
-
-    class _Shared(TypedDict):
-        group: distributed.Group
-
-    class TorchSharedOptions(_Shared, Scaled, total=False):
-        """Those of `cuflash.torch.distributed_attention`."""
-
-        layout: str
-        ulysses: int
-        window: Window | None
-        softcap: float | None
-        precision: str | None
-        deterministic: bool
-        cu_seqlens_q: Any
-        cu_seqlens_k: Any
 
 
 class RotaryOptions(TypedDict, total=False):

@@ -113,7 +113,7 @@ def forward(
     True
     """
     if unknown or positional:
-        raise foreign_names.unexpected(
+        foreign_names.refuse(
             "cuflash.distributed.forward", unknown, positional
         )
     request = arguments.check(
@@ -193,7 +193,7 @@ def backward(
     sends them back, in the dtype of k; their owner adds them in float32.
     """
     if unknown or positional:
-        raise foreign_names.unexpected(
+        foreign_names.refuse(
             "cuflash.distributed.backward", unknown, positional
         )
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}

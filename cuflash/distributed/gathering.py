@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arrays import contiguous
 from .group import Group
 from .layouts import unshard
 from .machine import machine_of
+from .rearrange import contiguous
 
 
 def gather(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from cuflash.errors import GroupError, ValueRangeError
 from cuflash.request import checks
 
-from . import arrays
+from . import rearrange
 
 # An array, contiguous, and the rank to which or from which it travels.
 Message = tuple[Any, int]
@@ -118,7 +118,7 @@ class Group(abc.ABC):
         )
         if not sends and not receives:
             return Arrived()
-        self.bytes_sent += sum(arrays.nbytes(x) for x, _ in sends)
+        self.bytes_sent += sum(rearrange.nbytes(x) for x, _ in sends)
         return self._exchange(sends, receives, after)
 
     def agree(self, text: str) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .arrays import Source, arrange, contiguous
 from .group import Group, Subgroup
 from .layouts import Part
 from .machine import Host
+from .rearrange import Source, arrange, contiguous
 from .schedule import Mask, in_chunk_order
 
 # Axes of tokens and heads: of q and of lse.

@@ -21,7 +21,7 @@ import numpy as np
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError, type_name
 from cuflash.request import checks
 
-from . import arrays
+from . import rearrange
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -58,7 +58,7 @@ def check_length(length: int, size: int, layout: str, of: str) -> None:
 
 def offsets_of(cu_seqlens: Any, name: str = "cu_seqlens") -> tuple[int, ...]:
     """Offsets of packed sequences as a tuple; a device array is read."""
-    given = arrays.on_host(cu_seqlens)
+    given = rearrange.on_host(cu_seqlens)
     if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
         raise ShapeError(
             f"{name} has shape {given.shape} and dtype {given.dtype.name}, "
@@ -229,7 +229,7 @@ def shard(
         (0, shifted(x.positions, offsets[x.sequence]))
         for x in parts_of(rank, size, layout, offsets)
     ]
-    return arrays.arrange([array], found, axis)
+    return rearrange.arrange([array], found, axis)
 
 
 def unshard(
@@ -264,7 +264,7 @@ def unshard(
             start = offsets[x.sequence] + x.positions.start
             found.append((start, (rank, x.tokens)))
     found.sort(key=lambda pair: pair[0])
-    return arrays.arrange(parts, [source for _, source in found], axis)
+    return rearrange.arrange(parts, [source for _, source in found], axis)
 
 
 def check_whole_array(name: str, array: Any, call: str) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 from cuflash.api import attention as api_attention
 
 from .accumulate import Merged, Sums
-from .arrays import contiguous
 from .group import Group, Message, Pending
 from .layouts import shifted
 from .machine import Host
+from .rearrange import contiguous
 from .schedule import Block, Mask, blocks, chunk_ranges, needed_keys
 
 # Two would do if copies could always begin at once. But where a kernel holds

@@ -16,26 +16,10 @@ under flash-attn's name.
 
 # First: it says which extra to install where PyTorch is missing.
 import cuflash.torch  # noqa: F401
-from cuflash.flash_attn.flash_attn_interface import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from cuflash.flash_attn import flash_attn_interface
+from cuflash.flash_attn.flash_attn_interface import *  # noqa: F403
 
-__all__ = [
-    "__version__",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+__all__ = ["__version__", *flash_attn_interface.__all__]
 
 # The version of flash-attn whose interface this is: models compare it.
 __version__ = "2.8.4"

@@ -15,15 +15,10 @@ from cuflash.request.options import INDICES, UNTRACED
 from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.validate import host_values
 
-from . import batching, cpu, cuda, derivatives  # noqa: F401  (rules)
-from .arrays import (
-    abstract,
-    check_array,
-    check_static,
-    equally_varying,
-    on_host,
-)
-from .calls import Asked, asked_of, forward_call
+from . import batching, calls, cpu, cuda, derivatives  # noqa: F401  (rules)
+from .abstract import abstract
+from .calls import Asked, asked_of
+from .checks import check_array, check_static, on_host
 from .primitives import attention_p
 
 if TYPE_CHECKING:
@@ -171,7 +166,7 @@ def attention(
 
 def _bind(given: dict[str, Any], asked: Asked, return_lse: Any) -> Any:
     types = {name: abstract(x) for name, x in given.items()}
-    call = forward_call(types, asked, return_lse)
+    call = calls.forward(tuple(given), asked, return_lse).check(types)
     given = _with_int32(given)
     packed = "cu_seqlens_q" in given
     if packed:
@@ -179,7 +174,7 @@ def _bind(given: dict[str, Any], asked: Asked, return_lse: Any) -> Any:
     else:
         given = {name: _full(name, x, call.rank) for name, x in given.items()}
     results = attention_p.bind(
-        *equally_varying(list(given.values())),
+        *_equally_varying(list(given.values())),
         names=tuple(given),
         asked=asked,
         return_lse=call.return_lse,
@@ -187,6 +182,23 @@ def _bind(given: dict[str, Any], asked: Asked, return_lse: Any) -> Any:
     if not packed:
         results = [_stripped(x, call.rank) for x in results]
     return tuple(results) if call.return_lse else results[0]
+
+
+def _equally_varying(arrays: list[Any]) -> list[Any]:
+    """The arrays, marked as varying over the same axes of shard_map.
+
+    The transpose sums gradients over the axes along which an array was
+    replicated.
+    """
+    arrays = [jnp.asarray(x, dtype=x.dtype) for x in arrays]
+    types = [jax.typeof(x) for x in arrays]
+    axes = frozenset().union(*(x.mat.varying for x in types))
+    return [
+        jax.lax.pcast(x, tuple(axes - own), to="varying")
+        if (own := kind.mat.varying) != axes
+        else x
+        for x, kind in zip(arrays, types, strict=True)
+    ]
 
 
 def _with_int32(given: dict[str, Any]) -> dict[str, Any]:

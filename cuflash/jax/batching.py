@@ -1,8 +1,8 @@
 """vmap: the mapped axis joins batch, or calls run one after another.
 
-`folding` says which. Those that do not join run by `jax.lax.map`. If only the
-tangents of a call are mapped, as by `jax.jacfwd`, the mapped axis is that of
-the call's directions.
+`request.vmap` says which. Those that do not join run by `jax.lax.map`. If only
+the tangents of a call are mapped, as by `jax.jacfwd`, the mapped axis is that
+of the call's directions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from cuflash.request.folding import Fold, Names, is_folded
+from cuflash.request.vmap import Fold, Names, is_folded
 
 from .primitives import (
     attention_p,

@@ -1,4 +1,4 @@
-"""Checked calls of traced arguments.
+"""The calls that primitives make: what they take and return, by name.
 
 A primitive's operands have names; everything else of a call is its `Asked`:
 hashable, so equal calls are compiled once.
@@ -6,25 +6,25 @@ hashable, so equal calls are compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from cuflash.errors import DTypeError
 from cuflash.plans import plan
 from cuflash.request import checks
-from cuflash.request.folding import Names
 from cuflash.request.options import MOVED
 from cuflash.request.problem import Call
 from cuflash.request.validate import attention as validate
 from cuflash.request.validate import derivatives as validate_derivatives
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
+from cuflash.request.vmap import Names
 
-from .arrays import Abstract
+from .abstract import Abstract
 
 Asked: TypeAlias = tuple[tuple[str, Any], ...]  # (argument, value)
 
-_FORWARD_ONLY = ("block_q", "block_k", "num_splits")
-_BACKWARD_ONLY = ("deterministic",)
+_FORWARD_ONLY = {"block_q", "block_k", "num_splits"}
+_BACKWARD_ONLY = {"deterministic"}
 
 
 def asked_of(
@@ -41,109 +41,126 @@ def asked_of(
     return (*given, *sorted(numbers.items()))
 
 
-def forward_call(
-    arrays: Mapping[str, Abstract], asked: Asked, return_lse: bool
-) -> Call:
-    """Check a forward call."""
-    given = {**forward_arguments(asked), "return_lse": return_lse}
-    return _checked(validate.forward, arrays, given)
+class Traced(NamedTuple):
+    """A call of traced arrays.
+
+    Attributes
+    ----------
+    validate : callable
+        Checks its arguments.
+    arguments : dict
+        Those that are not arrays.
+    inputs : tuple of str
+        The names of the primitive's operands, in order.
+    returned : tuple of str
+        The names of the call's results, in order.
+    results : tuple of str
+        Those that the primitive returns, in order.
+    unread : tuple of str
+        Operands that the call does not take.
+    """
+
+    validate: Callable[..., Call]
+    arguments: dict[str, Any]
+    inputs: Names
+    returned: Names
+    results: Names
+    unread: Names = ()
+
+    def named(self, operands: Collection[Any]) -> dict[str, Any]:
+        """The arrays that the call takes, by name."""
+        given = dict(zip(self.inputs, operands, strict=True))
+        return {x: y for x, y in given.items() if x not in self.unread}
+
+    def check(self, arrays: Mapping[str, Abstract]) -> Call:
+        """Check it when it is traced; an array's seed may be any number.
+
+        Also what a runner would check: errors of a callback come inside one
+        of JAX's.
+        """
+        arguments, given = self.arguments, dict(arrays)
+        if "seed" in given:
+            _check_seed(given.pop("seed"))
+            arguments = {**arguments, "seed": 0}
+        call = self.validate(**given, **arguments)
+        plan.check(call.problem)
+        return call
 
 
-def backward_call(
-    arrays: Mapping[str, Abstract], asked: Asked, wrt: Names
-) -> Call:
-    """Check a backward call for the gradients of the arrays `wrt`."""
-    given = gradient_arguments(asked, wrt)
-    return _checked(validate.backward, arrays, given)
+def forward(names: Names, asked: Asked, return_lse: Any) -> Traced:
+    """`cuflash.forward` of arrays with these names."""
+    return_lse = checks.flag("return_lse", return_lse)
+    given = _without(asked, _BACKWARD_ONLY)
+    results = ("out", "lse")[: 1 + return_lse]
+    return Traced(
+        validate.forward, given | {"return_lse": return_lse}, names,
+        results, results,
+    )  # fmt: skip
 
 
-def tangent_call(
-    arrays: Mapping[str, Abstract], asked: Asked, return_lse: bool
-) -> Call:
-    """Check a jvp call."""
-    given = {**tangent_arguments(asked), "return_lse": return_lse}
-    return _checked(validate_derivatives.jvp, arrays, given)
+def backward(names: Names, asked: Asked, wrt: Names, has_dlse: bool) -> Traced:
+    """`cuflash.backward` for the gradients of the arrays `wrt`."""
+    given = _without(asked, _FORWARD_ONLY)
+    given |= {f"return_d{name}": True for name in _moving_options(wrt)}
+    return Traced(
+        validate.backward,
+        given,
+        _gradient_inputs(names, has_dlse),
+        tuple(f"d{name}" for name in ("q", "k", "v", *_moving_options(wrt))),
+        tuple(f"d{name}" for name in wrt),
+    )
 
 
-def second_gradients_call(
-    arrays: Mapping[str, Abstract], asked: Asked, wrt: Names, has_dlse: bool
-) -> Call:
-    """Check a double_backward call for the gradients of the arrays `wrt`."""
-    given = second_arguments(asked, wrt, has_dlse)
-    return _checked(validate_derivatives.double_backward, arrays, given)
+def tangent(
+    names: Names, wrt: Names, asked: Asked, return_lse: bool, several: bool
+) -> Traced:
+    """`cuflash.jvp`; `wrt` are the arrays that move."""
+    given = _without(asked, _FORWARD_ONLY | _BACKWARD_ONLY)
+    results = ("out_dot", "lse_dot")[: 1 + return_lse]
+    return Traced(
+        validate_derivatives.jvp,
+        given | {"return_lse": return_lse},
+        (*(TANGENTS[x] for x in wrt), *names, "out", "lse"),
+        (*("out", "lse")[: 1 + return_lse], *results),
+        results,
+        unread=("out", "lse"),
+    )
 
 
-def _checked(
-    check: Callable[..., Call],
-    arrays: Mapping[str, Abstract],
-    given: dict[str, Any],
-) -> Call:
-    """A call with a plan; for a seed that is an array any number stands."""
-    arrays = dict(arrays)
-    if "seed" in arrays:
-        _check_seed(arrays.pop("seed"))
-        given["seed"] = 0
-    call = check(**arrays, **given)
-    plan.check(call.problem)
-    return call
+def second_gradients(
+    names: Names, asked: Asked, moved: Names, wrt: Names, has_dlse: bool
+) -> Traced:
+    """`cuflash.double_backward` for the gradients of the arrays `wrt`.
 
-
-def forward_arguments(asked: Asked) -> dict[str, Any]:
-    """The arguments of `cuflash.forward` that are not arrays."""
-    return {k: x for k, x in asked if k not in _BACKWARD_ONLY}
-
-
-def gradient_arguments(asked: Asked, wrt: Names) -> dict[str, Any]:
-    """The arguments of `cuflash.backward` that are not arrays."""
-    given = {k: x for k, x in asked if k not in _FORWARD_ONLY}
-    for name in gradient_names(wrt)[3:]:
-        given[f"return_d{name}"] = True
-    return given
-
-
-def tangent_arguments(asked: Asked) -> dict[str, Any]:
-    """The arguments of `cuflash.jvp` that are not arrays."""
-    other = (*_FORWARD_ONLY, *_BACKWARD_ONLY)
-    return {k: x for k, x in asked if k not in other}
-
-
-def second_arguments(
-    asked: Asked, wrt: Names, has_dlse: bool
-) -> dict[str, Any]:
-    """The arguments of `cuflash.double_backward` that are not arrays."""
-    given = {k: x for k, x in asked if k not in _FORWARD_ONLY}
-    for name in gradient_names(wrt)[3:]:
-        given[f"return_d2{name}"] = True
+    `moved` are the arrays that have cotangents.
+    """
+    given = _without(asked, _FORWARD_ONLY)
+    given |= {f"return_d2{name}": True for name in _moving_options(wrt)}
     if has_dlse:
         given["return_ddlse"] = True
-    return given
+    options = (f"d2{name}" for name in _moving_options(wrt))
+    ddlse = ("ddlse",) * has_dlse
+    return Traced(
+        validate_derivatives.double_backward,
+        given,
+        (*(COTANGENTS[x] for x in moved), *_gradient_inputs(names, has_dlse)),
+        ("d2q", "d2k", "d2v", "ddout", *options, *ddlse),
+        (*(f"d2{name}" for name in wrt), "ddout", *ddlse),
+    )
 
 
-def gradient_inputs(names: Names, has_dlse: bool) -> Names:
+def _without(asked: Asked, names: Collection[str]) -> dict[str, Any]:
+    return {name: x for name, x in asked if name not in names}
+
+
+def _gradient_inputs(names: Names, has_dlse: bool) -> Names:
     """The operands of a gradients call; `names` are those of attention."""
     return ("dout", "dlse")[: 1 + has_dlse] + (*names, "out", "lse")
 
 
-def tangent_inputs(names: Names, wrt: Names) -> Names:
-    """The operands of a tangent call; `wrt` are the arrays that move."""
-    return (*(TANGENTS[x] for x in wrt), *names, "out", "lse")
-
-
-def second_inputs(names: Names, moved: Names, has_dlse: bool) -> Names:
-    """The operands of a second_gradients call."""
-    cotangents = (COTANGENTS[x] for x in moved)
-    return (*cotangents, *gradient_inputs(names, has_dlse))
-
-
-def second_names(wrt: Names, has_dlse: bool) -> Names:
-    """What a double_backward call returns gradients of, in its order."""
-    more = gradient_names(wrt)[3:]
-    return ("q", "k", "v", "out", *more, *("lse",) * has_dlse)
-
-
-def gradient_names(wrt: Names) -> Names:
-    """The arrays whose gradients a backward call returns, in its order."""
-    return tuple(x for x in MOVED if x in wrt or x in "qkv")
+def _moving_options(wrt: Names) -> Names:
+    """Those among the arrays `wrt`, in the order of results."""
+    return tuple(x for x in MOVED[3:] if x in wrt)
 
 
 def _check_seed(seed: Abstract) -> None:

@@ -7,7 +7,7 @@ XLA is told what to allocate. At run time, a callback fills in addresses.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,27 +16,14 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
 from cuflash.backends.base import Backend
-from cuflash.launch import attention as execute
 from cuflash.launch.runner import Kernels
 from cuflash.request import options
-from cuflash.request.folding import Names
 from cuflash.request.problem import Call
 
-from .arrays import Abstract, abstract
-from .calls import (
-    Asked,
-    backward_call,
-    forward_call,
-    gradient_inputs,
-    gradient_names,
-    second_gradients_call,
-    second_inputs,
-    second_names,
-    tangent_call,
-    tangent_inputs,
-)
+from .abstract import Abstract, abstract
+from .calls import Traced
 from .machine import Cuda, Machine
-from .primitives import attention_p, gradients_p, second_gradients_p, tangent_p
+from .primitives import MADE_BY
 from .recording import Recording, record
 
 Run = Callable[[Call, Backend], tuple[Any, ...]]
@@ -48,7 +35,7 @@ class Program:
     Parameters
     ----------
     run : callable
-        `execute.forward`, `execute.backward` or a method of `Kernels`.
+        As a method of `Kernels`, of a backend.
     call : Call
         Its arrays are `Abstract`; their slots are the operands.
     inputs : mapping of str to Abstract
@@ -132,12 +119,9 @@ def _readable(name: str, array: Any) -> Any:
 
 
 def _call_buffers(
-    run: Run,
-    check: Callable[[dict[str, Abstract]], Call],
-    given: dict[str, Any],
-    machine: Machine,
-) -> list[Any]:
-    """Run a call on traced arrays; its results are padded."""
+    run: Run, call: Traced, given: dict[str, Any], machine: Machine
+) -> dict[str, Any]:
+    """The results of a call on traced arrays, by name; they are padded."""
     given = {name: _readable(name, x) for name, x in given.items()}
     if "alibi_slopes" in given:  # kernels read the dtype of lse
         wide = given["q"].dtype == jnp.float64
@@ -146,137 +130,59 @@ def _call_buffers(
     types = {
         name: abstract(x, slot) for slot, (name, x) in enumerate(given.items())
     }
-    program = Program(run, check(types), types, machine)
+    program = Program(run, call.check(types), types, machine)
     created = buffer_callback(
         program,
         program.types,
         command_buffer_compatible=program.reads_nothing,
     )(*given.values())
-    return program.results(created)
+    return dict(zip(call.returned, program.results(created), strict=True))
 
 
-def _as(array: Any, shape: tuple[int, ...]) -> Any:
-    """A result without padded columns, and without batch if it is packed."""
-    return array[..., : shape[-1]].reshape(shape)
+def _run(direction: str, call: Call, backend: Backend) -> tuple[Any, ...]:
+    return getattr(Kernels(backend), direction)(call)
 
 
-def _with_scale(asked: Asked, head_dim: int) -> Asked:
-    """The arguments with the scale of unpadded arrays."""
-    given = dict(asked)
-    given.setdefault("scale", head_dim**-0.5)
-    return tuple(given.items())
-
-
-def _forward(
-    *operands: Any,
-    names: Names,
-    asked: Asked,
-    return_lse: bool,
-    machine: Machine,
+def _results(
+    *operands: Any, call: Traced, avals: Sequence[Any], machine: Machine
 ) -> list[Any]:
-    given = dict(zip(names, operands, strict=True))
-    asked = _with_scale(asked, given["q"].shape[-1])
-    check = functools.partial(forward_call, asked=asked, return_lse=return_lse)
-    out, *lse = _call_buffers(execute.forward, check, given, machine)
-    shape = (*given["q"].shape[:-1], given["v"].shape[-1])
+    """A primitive's results, without padded columns.
+
+    And without batch, where sequences are packed.
+    """
+    given = call.named(operands)
+    # Of unpadded arrays.
+    call.arguments.setdefault("scale", given["q"].shape[-1] ** -0.5)
+    run = functools.partial(_run, call.validate.__name__)
+    found = _call_buffers(run, call, given, machine)
     return [
-        _as(out, shape),
-        *(_as(x, x.shape[-len(shape) + 1 :]) for x in lse),
+        found[name][..., : x.shape[-1]].reshape(x.shape).astype(x.dtype)
+        for name, x in zip(call.results, avals, strict=True)
     ]
-
-
-def _backward(
-    *operands: Any,
-    names: Names,
-    asked: Asked,
-    wrt: Names,
-    has_dlse: bool,
-    machine: Machine,
-) -> list[Any]:
-    given = dict(zip(gradient_inputs(names, has_dlse), operands, strict=True))
-    asked = _with_scale(asked, given["q"].shape[-1])
-    check = functools.partial(backward_call, asked=asked, wrt=wrt)
-    results = _call_buffers(execute.backward, check, given, machine)
-    gradients = dict(zip(gradient_names(wrt), results, strict=True))
-    return [
-        _as(gradients[name], given[name].shape).astype(given[name].dtype)
-        for name in wrt
-    ]
-
-
-def _tangent(
-    *operands: Any,
-    names: Names,
-    wrt: Names,
-    asked: Asked,
-    return_lse: bool,
-    several: bool,
-    machine: Machine,
-) -> list[Any]:
-    given = dict(zip(tangent_inputs(names, wrt), operands, strict=True))
-    lead = operands[0].shape[:several]
-    shape = given.pop("out").shape
-    lse = given.pop("lse")
-    asked = _with_scale(asked, given["q"].shape[-1])
-    check = functools.partial(tangent_call, asked=asked, return_lse=return_lse)
-    results = _call_buffers(_jvp, check, given, machine)
-    shapes = (*lead, *shape), (*lead, *lse.shape)
-    tangents = results[1 + return_lse :]
-    return [_as(x, y) for x, y in zip(tangents, shapes, strict=False)]
-
-
-def _second_gradients(
-    *operands: Any,
-    names: Names,
-    asked: Asked,
-    moved: Names,
-    wrt: Names,
-    has_dlse: bool,
-    machine: Machine,
-) -> list[Any]:
-    inputs = second_inputs(names, moved, has_dlse)
-    given = dict(zip(inputs, operands, strict=True))
-    asked = _with_scale(asked, given["q"].shape[-1])
-    check = functools.partial(
-        second_gradients_call, asked=asked, wrt=wrt, has_dlse=has_dlse
-    )
-    results = _call_buffers(_double_backward, check, given, machine)
-    found = dict(zip(second_names(wrt, has_dlse), results, strict=True))
-    like = {name: given[name] for name in wrt}
-    like |= {x: given[x] for x in ("out", "lse")[: 1 + has_dlse]}
-    return [
-        _as(found[name], x.shape).astype(x.dtype) for name, x in like.items()
-    ]
-
-
-def _jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
-    return Kernels(backend).jvp(call)
-
-
-def _double_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
-    return Kernels(backend).double_backward(call)
 
 
 def lowering(
-    traced: Callable[..., list[Any]], machine: Machine
+    traced: Callable[..., Traced], machine: Machine
 ) -> mlir.LoweringRule:
-    """The lowering of a primitive, to what a function of arrays computes."""
+    """The lowering of a primitive that makes a call."""
 
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
-        call = functools.partial(traced, machine=machine, **params)
-        return mlir.lower_fun(call, multiple_results=True)(context, *operands)
+        results = functools.partial(
+            _results,
+            call=traced(**params),
+            avals=context.avals_out,
+            machine=machine,
+        )
+        return mlir.lower_fun(results, multiple_results=True)(
+            context, *operands
+        )
 
     return rule
 
 
 def register(machine: Machine, platform: str) -> None:
     """Lower attention for the calls of a platform to run on a machine."""
-    for primitive, traced in (
-        (attention_p, _forward),
-        (tangent_p, _tangent),
-        (gradients_p, _backward),
-        (second_gradients_p, _second_gradients),
-    ):
+    for primitive, traced in MADE_BY:
         mlir.register_lowering(
             primitive, lowering(traced, machine), platform=platform
         )

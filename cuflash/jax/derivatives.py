@@ -21,8 +21,8 @@ import jax
 from jax.interpreters import ad, mlir
 
 from cuflash.errors import UnsupportedError
-from cuflash.request.folding import Names
 from cuflash.request.options import MOVED
+from cuflash.request.vmap import Names
 
 from .calls import Asked
 from .primitives import (

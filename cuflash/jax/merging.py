@@ -12,7 +12,8 @@ from cuflash import settings
 from cuflash.api import foreign_names
 from cuflash.request.validate import merging as validate
 
-from .arrays import abstract, check_array
+from .abstract import abstract
+from .checks import check_array
 
 
 @foreign_names.our_names("cuflash.jax.merge_states")

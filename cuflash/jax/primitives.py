@@ -26,16 +26,11 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cuflash.errors import UnsupportedError
-from cuflash.request.folding import Names
+from cuflash.request.vmap import Names
 
-from .arrays import abstract
-from .calls import (
-    Asked,
-    backward_call,
-    gradient_inputs,
-    second_gradients_call,
-    second_inputs,
-)
+from . import calls
+from .abstract import abstract
+from .calls import Traced
 
 
 def _primitive(name: str) -> Primitive:
@@ -126,13 +121,16 @@ def _tangent_types(
     return [_like(x, (*lead, *x.shape), x.dtype) for x in results]
 
 
+def _checked(call: Traced, operands: Any) -> dict[str, Any]:
+    """The operands of a call that may be made, by name."""
+    given = call.named(operands)
+    call.check({name: abstract(x) for name, x in given.items()})
+    return given
+
+
 @gradients_p.def_abstract_eval
-def _gradient_types(
-    *operands: Any, names: Names, asked: Asked, wrt: Names, has_dlse: bool
-) -> list[Any]:
-    given = dict(zip(gradient_inputs(names, has_dlse), operands, strict=True))
-    types = {name: abstract(x) for name, x in given.items()}
-    backward_call(types, asked, wrt)  # raises
+def _gradient_types(*operands: Any, wrt: Names, **params: Any) -> list[Any]:
+    given = _checked(calls.backward(wrt=wrt, **params), operands)
     arrays = (given[name] for name in wrt)
     return [_like(x, x.shape, x.dtype) for x in arrays]
 
@@ -146,20 +144,13 @@ def _gradients_tangent_types(
 
 @second_gradients_p.def_abstract_eval
 def _second_gradient_types(
-    *operands: Any,
-    names: Names,
-    asked: Asked,
-    moved: Names,
-    wrt: Names,
-    has_dlse: bool,
+    *operands: Any, wrt: Names, has_dlse: bool, **params: Any
 ) -> list[Any]:
-    inputs = second_inputs(names, moved, has_dlse)
-    given = dict(zip(inputs, operands, strict=True))
-    types = {name: abstract(x) for name, x in given.items()}
-    second_gradients_call(types, asked, wrt, has_dlse)  # raises
-    results = [given[name] for name in wrt]
-    results += [given[name] for name in ("dout", "dlse")[: 1 + has_dlse]]
-    return [_like(x, x.shape, x.dtype) for x in results]
+    call = calls.second_gradients(wrt=wrt, has_dlse=has_dlse, **params)
+    given = _checked(call, operands)
+    like = (*wrt, *("dout", "dlse")[: 1 + has_dlse])
+    arrays = (given[name] for name in like)
+    return [_like(x, x.shape, x.dtype) for x in arrays]
 
 
 def _other_platform(context: Any, *operands: Any, **params: Any) -> NoReturn:
@@ -169,5 +160,12 @@ def _other_platform(context: Any, *operands: Any, **params: Any) -> NoReturn:
     )
 
 
-for _each in (attention_p, tangent_p, gradients_p, second_gradients_p):
+# The primitives that run, and the calls that they make.
+MADE_BY: tuple[tuple[Primitive, Callable[..., Traced]], ...] = (
+    (attention_p, calls.forward),
+    (tangent_p, calls.tangent),
+    (gradients_p, calls.backward),
+    (second_gradients_p, calls.second_gradients),
+)
+for _each, _ in MADE_BY:
     mlir.register_lowering(_each, _other_platform)

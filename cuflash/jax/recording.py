@@ -21,7 +21,7 @@ from cuflash.plans import workspace
 from cuflash.request.layouts import Boxes
 from cuflash.request.problem import Call
 
-from .arrays import Abstract
+from .abstract import Abstract
 
 _OFFSET_BITS = 40  # an address is (slot + 1, offset)
 
@@ -104,7 +104,7 @@ def record(
     Parameters
     ----------
     run : callable
-        `execute.forward` or `execute.backward`.
+        As a method of `launch.runner.Kernels`, of a backend.
     call : Call
         Its arrays are `Abstract`, with slots below `num_inputs`.
     num_inputs : int

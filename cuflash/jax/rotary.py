@@ -13,7 +13,8 @@ from cuflash.api import foreign_names
 from cuflash.request.problem import Call
 from cuflash.request.validate import rotary as validate
 
-from .arrays import abstract, check_array, check_static, on_host
+from .abstract import abstract
+from .checks import check_array, check_static, on_host
 
 
 @foreign_names.our_names("cuflash.jax.apply_rotary")
@@ -69,9 +70,7 @@ def apply_rotary(
     (2, 16, 4, 8)
     """
     if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.jax.apply_rotary", unknown, positional
-        )
+        foreign_names.refuse("cuflash.jax.apply_rotary", unknown, positional)
     settings.check()
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:

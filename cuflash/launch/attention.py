@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from cuflash.backends.base import Backend, Target
-from cuflash.launch.arrays import converted
+from cuflash.launch.copies import converted
 from cuflash.launch.recipe import (
     Layouts,
     Recipe,
@@ -15,12 +15,12 @@ from cuflash.launch.recipe import (
     recipe_of,
     remembered,
 )
-from cuflash.launch.run import LaunchedForward, run
-from cuflash.launch.shapes import (
+from cuflash.launch.results import (
     gradient_shapes_of,
     lse_shape_of,
     out_shape_of,
 )
+from cuflash.launch.run import LaunchedForward, run
 from cuflash.launch.structs import pointers_of
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts, traced

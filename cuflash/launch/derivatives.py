@@ -25,12 +25,12 @@ from cuflash.launch.recipe import (
     recipe_of,
     remembered,
 )
-from cuflash.launch.run import run
-from cuflash.launch.shapes import (
+from cuflash.launch.results import (
     gradient_shapes_of,
     lse_shape_of,
     out_shape_of,
 )
+from cuflash.launch.run import run
 from cuflash.plans.plan import FamilyName, Plan
 from cuflash.plans.record import Family
 from cuflash.plans.steps import num_directions

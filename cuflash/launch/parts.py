@@ -106,11 +106,9 @@ _SPLIT: tuple[tuple[Fields, ...], ...] = (
       "of a row tile; if balanced, the number of blocks"),),
 )  # fmt: skip
 
-# The beginning of a struct's name, the struct of the arrays, and the parts,
-# in order. Without words it has its arrays alone, if it is that struct.
-DIRECTIONS: dict[str, tuple[str, str, tuple[Part, ...]]] = {
+# The struct of the arrays, and the parts, in order.
+DIRECTIONS: dict[str, tuple[str, tuple[Part, ...]]] = {
     "forward": (
-        "Forward",
         "ForwardArguments",
         (
             _maps("q_map k_map v_map out_map"),
@@ -126,7 +124,6 @@ DIRECTIONS: dict[str, tuple[str, str, tuple[Part, ...]]] = {
         ),
     ),
     "backward": (
-        "Backward",
         "BackwardArguments",
         (
             _maps("q_map dout_map k_map v_map dk_map dv_map"),
@@ -138,7 +135,6 @@ DIRECTIONS: dict[str, tuple[str, str, tuple[Part, ...]]] = {
         ),
     ),
     "jvp": (
-        "Jvp",
         "ForwardArguments",
         (
             _maps("q_map k_map v_map q_dot_map k_dot_map v_dot_map"),
@@ -150,7 +146,6 @@ DIRECTIONS: dict[str, tuple[str, str, tuple[Part, ...]]] = {
         ),
     ),
     "double_backward": (
-        "DoubleBackward",
         "BackwardArguments",
         (
             _maps("q_map k_map v_map dout_map q_dot_map k_dot_map v_dot_map"),
@@ -166,7 +161,6 @@ DIRECTIONS: dict[str, tuple[str, str, tuple[Part, ...]]] = {
         ),
     ),
     "kvcache": (
-        "ForwardKVCache",
         "ForwardArguments",
         (
             Part(

@@ -19,16 +19,13 @@ from cuflash.backends.base import Target
 from cuflash.launch import structs
 from cuflash.launch.directions import DIRECTIONS
 from cuflash.launch.template import Template
-from cuflash.plans.expression import (
-    bytes_of_sum,
-    has_expression,
-    sums_exactly,
-)
+from cuflash.plans.arguments import parts_of
+from cuflash.plans.expression import bytes_of_sum, sums_exactly
 from cuflash.plans.plan import FamilyName, Plan, plan
 from cuflash.plans.tiles import Tile
 from cuflash.request import layouts, options, traced
 from cuflash.request.layouts import Boxes
-from cuflash.request.problem import FEW_STATES, Layout, Problem, Signature
+from cuflash.request.problem import Layout, Problem, Signature
 
 remembered = functools.lru_cache(maxsize=4096)
 
@@ -164,7 +161,8 @@ def recipe_of(
     """
     direction = direction or signature.problem.direction
     row = DIRECTIONS[direction]
-    kind = structs.chosen(direction, _parts(signature.problem, decided))
+    parts = parts_of(signature.problem, decided.record)
+    kind = structs.chosen(direction, parts)
     pointers, written = structs.pointers_of(kind), {*writes}
     nbytes = {x.name: x.nbytes for x in decided.workspace}
     nbytes |= _bytes_of_sums(signature)
@@ -201,19 +199,6 @@ def recipe_of(
             or "cache_seqlen" in names
         ),
     )
-
-
-def _parts(p: Problem, decided: Plan) -> set[str]:
-    """What a call's struct has beside its arrays, in words of structs.py."""
-    family = decided.record
-    has = {
-        "options": p.options,
-        "expression": has_expression(p),
-        "maps": family.loads_by_tma,
-        "split": family.splits_keys,
-        "many": p.num_states > FEW_STATES,
-    }
-    return {name for name, value in has.items() if value}
 
 
 def _bytes_of_sums(signature: Signature) -> dict[str, int]:

@@ -14,8 +14,8 @@ from cuflash.launch.recipe import (
     recipe_of,
     remembered,
 )
+from cuflash.launch.results import lse_shape_of, out_shape_of
 from cuflash.launch.run import run
-from cuflash.launch.shapes import lse_shape_of, out_shape_of
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts
 from cuflash.request.problem import Call, Rotary, Signature

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cuflash.backends.base import Backend
-from cuflash.launch.arrays import new_array, readable
+from cuflash.launch.copies import new_array, readable
 from cuflash.launch.recipe import Recipe, remembered
-from cuflash.launch.shapes import lse_shape_of, out_shape_of
+from cuflash.launch.results import lse_shape_of, out_shape_of
 from cuflash.request.layouts import Boxes
 from cuflash.request.problem import Call, Signature
 from cuflash.request.traced import bits

@@ -16,15 +16,11 @@ import numpy as np
 from cuflash.launch import c_structs
 from cuflash.launch.c_structs import Fields, described
 from cuflash.launch.parts import DIRECTIONS
+from cuflash.plans.arguments import struct_name
 from cuflash.request.problem import FEW_STATES, MOST_STATES
 from cuflash.request.traced import MOST as MOST_MOD_ARRAYS
 
 # ---- Composing a struct of parts, and choosing one ----
-
-_WORDS = {
-    "maps": "Wgmma", "split": "Split", "options": "Options",
-    "expression": "Expression",
-}  # fmt: skip
 
 _CHOSEN: dict[tuple[str, frozenset[str]], np.dtype] = {}
 
@@ -44,10 +40,7 @@ def _composed(direction: str, words: str, comment: str = "") -> np.dtype:
     Calls with an expression have the parts of options too.
     """
     has = words.split()
-    prefix, arrays, parts = DIRECTIONS[direction]
-    name = prefix + "".join(_WORDS[x] for x in has) + "Arguments"
-    if name == arrays:
-        name = f"{prefix}PlainArguments"
+    arrays, parts = DIRECTIONS[direction]
     implied = {"options"} if "expression" in has else set()
     present = [
         part for part in parts if {*part.of.split()} <= {*has} | implied
@@ -58,21 +51,18 @@ def _composed(direction: str, words: str, comment: str = "") -> np.dtype:
         *(x for part in present for x in part.numbers),
         *(x for part in present for x in part.last),
     )
+    name = struct_name(direction, has)
     return _arguments(direction, words, name, comment, *fields)
 
 
 def chosen(direction: str, parts: set[str]) -> np.dtype:
     """The struct of a direction's calls that have these parts.
 
-    parts : of "maps" (TensorMaps), "split" (keys), "options", "expression"
-        (a user's own functions, in place of options), and "many" (states to
-        merge). A word that no struct of a direction knows is ignored.
+    parts : as of `plans.arguments`. A word that no struct of a direction
+        knows is ignored.
     """
     known = {x for name, has in _CHOSEN if name == direction for x in has}
-    has = parts & known
-    if "expression" in has:
-        has -= {"options"}
-    return _CHOSEN[direction, frozenset(has)]
+    return _CHOSEN[direction, frozenset(parts & known)]
 
 
 # ---- The structs ----
@@ -238,11 +228,11 @@ ForwardSplitOptionsArguments = _composed("forward", "split options")
 ForwardSplitExpressionArguments = _composed("forward", "split expression")
 
 
-def _merge_struct(name: str, states: int, words: str = "") -> np.dtype:
+def _merge_struct(states: int, words: str = "") -> np.dtype:
     return _arguments(
         "merge",
         words,
-        name,
+        struct_name("merge", words.split()),
         "All arrays are contiguous: those of out (batch, seqlen_q,"
         " num_heads_q, head_dim_v), those of lse\n(batch, num_heads_q,"
         " seqlen_q).",
@@ -252,8 +242,8 @@ def _merge_struct(name: str, states: int, words: str = "") -> np.dtype:
     )
 
 
-MergeArguments = _merge_struct("MergeArguments", FEW_STATES)
-MergeManyArguments = _merge_struct("MergeManyArguments", MOST_STATES, "many")
+MergeArguments = _merge_struct(FEW_STATES)
+MergeManyArguments = _merge_struct(MOST_STATES, "many")
 
 MergeRowsArguments = _arguments(
     "merge_rows",

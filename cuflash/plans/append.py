@@ -5,13 +5,20 @@ from __future__ import annotations
 from cuflash.request.options import acts
 from cuflash.request.problem import ALIGNMENT, Problem
 
-from .kernel import KernelPlan, Launch
+from .kernel import Constant, Launch
 from .rounding import ceil_div, round_up
-from .steps import ELEMENTS, ROW_THREADS, element, element_bytes
+from .steps import (
+    ELEMENTS,
+    ROW_THREADS,
+    arguments,
+    element,
+    element_bytes,
+    row_kernel,
+)
 
 
 def append_launches(
-    problem: Problem, constants: tuple[tuple[str, int | bool | str], ...]
+    problem: Problem, constants: tuple[Constant, ...]
 ) -> tuple[Launch, ...]:
     """Appends new tokens, rotates queries; nothing if there is no need.
 
@@ -29,20 +36,16 @@ def append_launches(
     if not rows:
         return ()
     table = rotary.tables if rotary else problem.lse_dtype
-    kernel = KernelPlan(
-        file="prepare/append_kvcache.cu",
-        entry="append_kvcache",
-        constants=(
-            ("Element", element(problem)),
-            ("Table", ELEMENTS.get(table, table)),
-            ("HAS_NEW", cache.seqlen_new > 0),
-            ("ROTARY", rotary is not None),
-            ("ORDERED", problem.causal or "tiles" in acts(problem)),
-            ("NUM_THREADS", ROW_THREADS),
-            ("Arguments", "ForwardKVCacheArguments"),
-            *constants,
-        ),
-        threads=ROW_THREADS,
+    kernel = row_kernel(
+        "prepare/append_kvcache.cu",
+        "append_kvcache",
+        ("Element", element(problem)),
+        ("Table", ELEMENTS.get(table, table)),
+        ("HAS_NEW", cache.seqlen_new > 0),
+        ("ROTARY", rotary is not None),
+        ("ORDERED", problem.causal or "tiles" in acts(problem)),
+        arguments(problem, "decode"),
+        *constants,
     )
     return (Launch(kernel, ceil_div(rows * 32, ROW_THREADS)),)
 

@@ -9,7 +9,7 @@ from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import ALIGNMENT, MAX_SPLITS, KVCache, Problem
 
 from .append import append_launches, width_of_rotated
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .kernel import Constant, Device, KernelPlan, Launch, Maker, Plan
 from .record import FamilyName
 from .rounding import ceil_div, round_up
 from .steps import (
@@ -21,7 +21,6 @@ from .steps import (
     is_packed,
     lse_bytes,
     main_kernel,
-    option_constants,
     padded_head_dims,
     tile_bytes,
 )
@@ -175,9 +174,7 @@ def is_balanced(problem: Problem) -> bool:
     )
 
 
-def cache_constants(
-    problem: Problem,
-) -> tuple[tuple[str, int | bool | str], ...]:
+def cache_constants(problem: Problem) -> tuple[Constant, ...]:
     """The constants of decode/sequences.cuh and key_rows.cuh."""
     cache = problem.kvcache or KVCache(problem.dtype, None, 0)
     scales = {None: 0, "head": 1, "page": 2}
@@ -205,7 +202,6 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
-        *option_constants(problem, "Split"),
     )  # fmt: skip
     return split_plan(problem, device, "decode", tile, main, blocks_per_sm)
 

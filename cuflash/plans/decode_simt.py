@@ -23,7 +23,6 @@ from .steps import (
     is_packed,
     lse_bytes,
     main_kernel,
-    option_constants,
 )
 
 # Rows of a key head up to which keys are read a few times, from L2 but once.
@@ -55,7 +54,7 @@ def pays(problem: Problem) -> bool:
     )
 
 
-def _vector(problem: Problem, head_dim: int) -> int:
+def _kv_vector(problem: Problem, head_dim: int) -> int:
     """The elements of a row of K or V that a lane loads at once.
 
     As few loads as possible, and among those the smallest: it leaves the
@@ -76,14 +75,14 @@ def _stored_bytes(problem: Problem) -> int:
     return 1 if is_float8(problem) else element_bytes(problem)
 
 
-def _vectors(problem: Problem) -> tuple[int, int]:
+def _kv_vectors(problem: Problem) -> tuple[int, int]:
     d, dv = problem.head_dim, problem.head_dim_v
-    return _vector(problem, d), _vector(problem, dv)
+    return _kv_vector(problem, d), _kv_vector(problem, dv)
 
 
 def _padded(problem: Problem) -> tuple[int, int]:
     """The head dimensions, padded so that each lane has as many columns."""
-    of_k, of_v = _vectors(problem)
+    of_k, of_v = _kv_vectors(problem)
     return (
         round_up(problem.head_dim, 32 * of_k),
         round_up(problem.head_dim_v, 32 * of_v),
@@ -106,7 +105,7 @@ def _kept(problem: Problem, block_q: int, warp_keys: int) -> int:
     words = block_q * (columns + warp_keys) * lse_bytes(problem) // 4
     size = _stored_bytes(problem)
     for head_dim, vector in zip(
-        _padded(problem), _vectors(problem), strict=True
+        _padded(problem), _kv_vectors(problem), strict=True
     ):
         loads = head_dim // (32 * vector)
         words += warp_keys * loads * ceil_div(vector * size, 4)
@@ -158,7 +157,7 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     )
 
 
-def _resident_blocks(
+def _decode_blocks_per_sm(
     problem: Problem, device: Device, tile: Tile, shared: int
 ) -> int:
     """Blocks of an SM at once, for which the kernel is compiled."""
@@ -172,19 +171,18 @@ def _resident_blocks(
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     shared = _shared(problem, tile)
-    blocks_per_sm = _resident_blocks(problem, device, tile, shared)
-    of_k, of_v = _vectors(problem)
+    blocks_per_sm = _decode_blocks_per_sm(problem, device, tile, shared)
+    of_k, of_v = _kv_vectors(problem)
     main = main_kernel(
-        problem, replace(tile, blocks_per_sm=blocks_per_sm), "decode_simt",
+        problem, replace(tile, blocks_per_sm=blocks_per_sm), "decode",
         _padded(problem), shared,
         ("WARP_KEYS", _warp_keys(tile)),
         ("K_VECTOR", of_k),
         ("V_VECTOR", of_v),
         ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
-        *option_constants(problem, "Split"),
+        part="_simt",
     )  # fmt: skip
-    main = replace(main, file="decode/forward_simt.cu")
     return split_plan(
         problem, device, "decode_simt", tile, main, blocks_per_sm
     )

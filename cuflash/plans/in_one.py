@@ -9,7 +9,7 @@ from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
 
-from .kernel import Device, Launch, Plan
+from .kernel import Constant, Device, Launch, Plan
 from .record import FAMILIES, FamilyName
 from .steps import (
     count_tiles,
@@ -23,12 +23,11 @@ from .steps import (
     main_kernel,
     num_directions,
     option_buffers,
-    option_constants,
     option_launches,
+    query_tiles,
     rounding_launch,
     sections,
     semaphore_buffers,
-    tangent_constants,
 )
 
 
@@ -39,13 +38,10 @@ def forward_in_one(
     family: FamilyName,
     head_dims: tuple[int, int],
     shared: int,
-    *own: tuple[str, int | bool | str],
+    *own: Constant,
 ) -> Plan:
     """One kernel, one block per query tile; `own` are its own constants."""
-    kernel = main_kernel(
-        problem, tile, family, head_dims, shared,
-        *own, *option_constants(problem),
-    )  # fmt: skip
+    kernel = main_kernel(problem, tile, family, head_dims, shared, *own)
     tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     pairs = problem.batch * problem.num_heads_q
     columns = sum(head_dims)  # of k and v
@@ -54,7 +50,10 @@ def forward_in_one(
         problem,
         family,
         tile,
-        (*option_launches(problem, tile), Launch(kernel, tiles * pairs)),
+        (
+            *option_launches(problem, tile, family),
+            Launch(kernel, tiles * pairs),
+        ),
         workspace=option_buffers(problem, tile),
         **sections(
             problem, device, kernel, problem.num_heads_q,
@@ -70,7 +69,7 @@ def jvp_in_one(
     family: FamilyName,
     head_dims: tuple[int, int],
     shared: Callable[[Problem, Tile], int],
-    *own: tuple[str, int | bool | str],
+    *own: Constant,
     after_forward: bool = False,
 ) -> Plan:
     """A block per query tile and group of directions.
@@ -86,19 +85,18 @@ def jvp_in_one(
         kernel = main_kernel(
             problem, tile, family, head_dims, shared(problem, of_group),
             *own, *(() if after_forward else group.constants),
-            *option_constants(problem), *tangent_constants(problem),
         )  # fmt: skip
         launches.append(Launch(kernel, tiles * heads * group.groups))
     # Columns of k, v and their tangents.
     columns = (1 + tile.directions) * sum(head_dims)
     bytes_of_keys = problem.seqlen_k * columns * element_bytes(problem)
-    rests = lse_rest_launches(problem) if after_forward else ()
+    rests = lse_rest_launches(problem, family) if after_forward else ()
     buffers = lse_rest_buffers(problem) if after_forward else ()
     return Plan(
         problem,
         family,
         tile,
-        (*option_launches(problem, tile), *rests, *launches),
+        (*option_launches(problem, tile, family), *rests, *launches),
         workspace=(*option_buffers(problem, tile), *buffers),
         **sections(
             problem,
@@ -120,16 +118,14 @@ def gradients_in_one(
     family: FamilyName,
     head_dims: tuple[int, int],
     shared: int,
-    *own: tuple[str, int | bool | str],
-    last: tuple[tuple[str, int], ...] = (),
-    kind: str = "",
+    *own: Constant,
+    part: str = "",
 ) -> Plan:
     """The delta kernel, then the main one: a backward or a double backward.
 
-    `own` and `last` are the main kernel's own constants, `kind` the end of
-    its name if a family has another one. It has one block per key tile. It
-    adds to dq, or d2q, itself, or to float32 sums, which another kernel
-    rounds.
+    `own` are the main kernel's own constants, `part` the end of its name if a
+    family has another one. It has one block per key tile. It adds to dq, or
+    d2q, itself, or to float32 sums, which another kernel rounds.
     """
     main = main_kernel(
         problem, tile, family, head_dims, shared, *own,
@@ -137,15 +133,12 @@ def gradients_in_one(
         # How warps share the matmuls.
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("GRADIENT_WARPS_K", tile.gradient_warps_k),
-        *option_constants(problem), *tangent_constants(problem), *last,
+        part=part,
     )  # fmt: skip
-    if kind:
-        entry = problem.direction + kind
-        folder = FAMILIES[family].folder
-        main = replace(main, file=f"{folder}/{entry}.cu", entry=entry)
+    if part:
+        main = replace(main, entry=problem.direction + part)
     d, dv = head_dims
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    q_tiles *= problem.batch * problem.num_heads_q
+    q_tiles = query_tiles(problem, tile.block_q)
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
     pairs = problem.batch * problem.num_heads_kv
     size = element_bytes(problem)
@@ -157,21 +150,23 @@ def gradients_in_one(
     if not adds_to_dq:
         sums = (Buffer("dq_sum", 4, q_tiles * tile.block_q * d),)
         rounded = (
-            rounding_launch(problem, tile, head_dims, q_tiles, tile.num_warps),
+            rounding_launch(
+                problem, tile, family, head_dims, q_tiles, tile.num_warps
+            ),
         )
     return Plan(
         problem,
         family,
         tile,
         (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
+            *option_launches(problem, tile, family),
+            *lse_rest_launches(problem, family),
             delta_launch(
-                problem, tile.block_q, 0 if adds_to_dq else d, adds_to_dq
+                problem, family, tile.block_q, 0 if adds_to_dq else d
             ),
             Launch(main, k_tiles * pairs),
             *rounded,
-            *gradients_of_rows(problem, tile),
+            *gradients_of_rows(problem, tile, family),
         ),
         **sections(
             problem,

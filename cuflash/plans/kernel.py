@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
@@ -75,6 +75,10 @@ def device_of_arch(arch: str) -> Device:
     return replace(device, shared_bytes=shared * 1024)
 
 
+# A constant's name and value: a type's name, if it is a str.
+Constant: TypeAlias = tuple[str, bool | int | str]
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """One kernel with all its compile-time constants.
@@ -83,7 +87,7 @@ class KernelPlan:
     ----------
     file, entry : str
         The file in ``kernels/`` and its ``__global__`` function.
-    constants : tuple of (str, bool | int | str)
+    constants : tuple of Constant
         The generated constants at the top of its text.
     threads : int
         Threads of a block.
@@ -98,7 +102,7 @@ class KernelPlan:
 
     file: str
     entry: str
-    constants: tuple[tuple[str, bool | int | str], ...]
+    constants: tuple[Constant, ...]
     threads: int
     shared_bytes: int = 0
     ptxas_level: int = 3

@@ -106,7 +106,7 @@ def gradients(
     """The plan of a backward or a double backward; `roles` of warps."""
     return gradients_in_one(
         problem, device, tile, family_of(problem), head_dims(problem), shared,
-        last=(("WARP_ROLES", roles),), kind="_roles" if roles > 1 else "",
+        ("WARP_ROLES", roles), part="_roles" if roles > 1 else "",
     )  # fmt: skip
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from cuflash.request.problem import Problem
 
-from .kernel import KernelPlan, Plan
+from .kernel import Plan
 from .rounding import ceil_div
-from .steps import ELEMENTS, ROW_THREADS, element, plan_of_one
-
-_VECTOR = 4  # elements of a lane, so that it loads up to 16 bytes
+from .steps import ELEMENTS, ROW_THREADS, element, plan_of_one, row_kernel
 
 
-def _vector(columns: int, is_wide: bool) -> int:
-    """The elements that a lane loads at once: a divisor of the columns."""
-    most = _VECTOR // 2 if is_wide else _VECTOR
-    return most if columns % most == 0 else 1
+def _row_vector(problem: Problem) -> int:
+    """The elements that a lane loads at once, of up to 16 bytes in all."""
+    most = 2 if problem.dtype == "float64" else 4
+    return most if problem.head_dim_v % most == 0 else 1
 
 
 def merge_rows_plan(
@@ -32,28 +30,24 @@ def merge_rows_plan(
     count : int
         How many others.
     """
-    vector = _vector(problem.head_dim_v, problem.dtype == "float64")
     heads = max(problem.num_heads_q, 1)
     warps = min(ROW_THREADS // 32, 1 << heads.bit_length() - 1)
     blocks = problem.batch * problem.seqlen_q * ceil_div(heads, warps)
-    return _plan(
-        problem, "merge_rows", (first, result), count, vector, blocks,
-        32 * warps,
-    )  # fmt: skip
+    dtypes = first, result
+    return _plan(problem, "merge_rows", dtypes, count, blocks, 32 * warps)
 
 
 def add_rows_plan(
     problem: Problem, first: str, result: str, count: int
 ) -> Plan:
-    """A block for up to ROW_THREADS * vector columns of a token.
+    """A block for the columns of a token that its threads load at once.
 
     Parameters are those of `merge_rows_plan`.
     """
-    vector = _vector(problem.head_dim_v, problem.dtype == "float64")
     columns = problem.num_heads_q * problem.head_dim_v
-    parts = ceil_div(columns, ROW_THREADS * vector)
+    parts = ceil_div(columns, ROW_THREADS * _row_vector(problem))
     blocks = problem.batch * problem.seqlen_q * parts
-    return _plan(problem, "add_rows", (first, result), count, vector, blocks)
+    return _plan(problem, "add_rows", (first, result), count, blocks)
 
 
 def _plan(
@@ -61,22 +55,18 @@ def _plan(
     entry: str,
     dtypes: tuple[str, str],
     count: int,
-    vector: int,
     blocks: int,
     threads: int = ROW_THREADS,
 ) -> Plan:
     first, result = (ELEMENTS.get(x, x) for x in dtypes)
-    kernel = KernelPlan(
-        file=f"partial/{entry}.cu",
-        entry=entry,
-        constants=(
-            ("Element", element(problem)),
-            ("First", first),
-            ("Result", result),
-            ("COUNT", count),
-            ("VECTOR", vector),
-            ("NUM_THREADS", threads),
-        ),
+    kernel = row_kernel(
+        f"partial/{entry}.cu",
+        entry,
+        ("Element", element(problem)),
+        ("First", first),
+        ("Result", result),
+        ("COUNT", count),
+        ("VECTOR", _row_vector(problem)),
         threads=threads,
     )
     return plan_of_one(problem, kernel, blocks)

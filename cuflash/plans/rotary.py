@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cuflash.request.problem import Problem
 
-from .kernel import KernelPlan, Plan
+from .kernel import Plan
 from .rounding import ceil_div
-from .steps import ELEMENTS, element, plan_of_one
+from .steps import ELEMENTS, element, plan_of_one, row_kernel
 
 _MOST_WARPS = 8
 _INDICES = {"int32": "int", "int64": "i64", None: "int"}
@@ -17,15 +17,12 @@ def rotary_plan(problem: Problem) -> Plan:
     rotary = problem.rotary
     assert rotary is not None
     warps = min(_MOST_WARPS, 1 << max(problem.num_heads_q, 1).bit_length() - 1)
-    kernel = KernelPlan(
-        file="prepare/rotary.cu",
-        entry="rotary",
-        constants=(
-            ("Element", element(problem)),
-            ("Table", ELEMENTS.get(rotary.tables, rotary.tables)),
-            ("Index", _INDICES[rotary.positions]),
-            ("NUM_THREADS", 32 * warps),
-        ),
+    kernel = row_kernel(
+        "prepare/rotary.cu",
+        "rotary",
+        ("Element", element(problem)),
+        ("Table", ELEMENTS.get(rotary.tables, rotary.tables)),
+        ("Index", _INDICES[rotary.positions]),
         threads=32 * warps,
     )
     tokens = problem.batch * problem.seqlen_q

@@ -5,22 +5,22 @@ from __future__ import annotations
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from . import steps
+from .kernel import Constant, Device, KernelPlan, Launch, Maker, Plan
+from .record import FamilyName
 from .rounding import round_up
 from .steps import (
-    count_tiles,
     delta_buffers,
     delta_launch,
-    element,
     gradients_of_rows,
+    key_tiles,
     lse_bytes,
     lse_rest_buffers,
     lse_rest_launches,
     num_directions,
     option_buffers,
-    option_constants,
     option_launches,
-    tangent_constants,
+    query_tiles,
 )
 
 
@@ -83,45 +83,27 @@ REGISTERS = 128
 
 def kernel_of(
     problem: Problem, tile: Tile, rows: int, shared: int,
-    part: str = "", *own: tuple[str, bool], kind: str = "",
+    *own: Constant, part: str = "", planned_by: FamilyName | None = None,
 ) -> KernelPlan:  # fmt: skip
-    """A simt kernel of the problem's direction, or one `part` of it.
-
-    With `own` constants, and the `kind` of struct.
-    """
+    """A simt kernel; see `steps.kernel_of`, and `sizes` for `rows`."""
     _, d, dv = sizes(problem, tile, rows)
-    return KernelPlan(
-        file=f"simt/{problem.direction}{part}.cu",
-        entry=f"{problem.direction}_simt{part}",
-        constants=(
-            ("Element", element(problem)),
-            ("HEAD_DIM", d),
-            ("HEAD_DIM_V", dv),
-            ("CAUSAL", problem.causal),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_THREADS", tile.num_warps * 32),
-            ("SHARED_BYTES", shared),
-            *option_constants(problem, kind),
-            *own,
-            *tangent_constants(problem),
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-    )
+    return steps.kernel_of(
+        problem, tile, "simt", (d, dv), shared,
+        ("NUM_THREADS", tile.num_warps * 32), *own,
+        part=part, planned_by=planned_by,
+    )  # fmt: skip
 
 
 def by_queries(problem: Problem, tile: Tile, kernel: KernelPlan) -> Plan:
     """A block per query tile, and per direction of a JVP."""
-    blocks = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    blocks *= problem.batch * problem.num_heads_q
+    blocks = query_tiles(problem, tile.block_q)
     if problem.tangents is not None:
         blocks *= num_directions(problem)
     return Plan(
         problem,
         "simt",
         tile,
-        (*option_launches(problem, tile), Launch(kernel, blocks)),
+        (*option_launches(problem, tile, "simt"), Launch(kernel, blocks)),
         workspace=option_buffers(problem, tile),
     )
 
@@ -130,19 +112,17 @@ def gradients(
     problem: Problem, tile: Tile, dkdv: KernelPlan, dq: KernelPlan
 ) -> Plan:
     """The plan of a backward or a double backward, by two kernels."""
-    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     return Plan(
         problem,
         "simt",
         tile,
         (
-            *option_launches(problem, tile),
-            *lse_rest_launches(problem),
-            delta_launch(problem, tile.block_q, 0),
-            Launch(dkdv, k_tiles * problem.batch * problem.num_heads_kv),
-            Launch(dq, q_tiles * problem.batch * problem.num_heads_q),
-            *gradients_of_rows(problem, tile),
+            *option_launches(problem, tile, "simt"),
+            *lse_rest_launches(problem, "simt"),
+            delta_launch(problem, "simt", tile.block_q, 0),
+            Launch(dkdv, key_tiles(problem, tile.block_k)),
+            Launch(dq, query_tiles(problem, tile.block_q)),
+            *gradients_of_rows(problem, tile, "simt"),
         ),
         workspace=(
             *option_buffers(problem, tile),
@@ -160,8 +140,8 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     shared = _dkdv_shared(problem, tile), _dq_shared(problem, tile)
-    dkdv = kernel_of(problem, tile, tile.block_k, shared[0], "_dkdv")
-    dq = kernel_of(problem, tile, tile.block_q, shared[1], "_dq")
+    dkdv = kernel_of(problem, tile, tile.block_k, shared[0], part="_dkdv")
+    dq = kernel_of(problem, tile, tile.block_q, shared[1], part="_dq")
     return gradients(problem, tile, dkdv, dq)
 
 

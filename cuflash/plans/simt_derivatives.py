@@ -6,6 +6,7 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .record import FamilyName
 from .simt import (
     REGISTERS,
     by_queries,
@@ -35,11 +36,13 @@ def recompute_launch(kernel: KernelPlan, tiles: int, device: Device) -> Launch:
     return Launch(kernel, min(tiles, 2 * device.num_sms))
 
 
-def jvp_kernel(problem: Problem, tile: Tile, kind: str = "") -> KernelPlan:
-    """The kernel of a JVP; with a `kind` of struct, of flagged rows."""
+def jvp_kernel(
+    problem: Problem, tile: Tile, planned_by: FamilyName | None = None
+) -> KernelPlan:
+    """The kernel of a JVP; in another family's plan, of flagged rows."""
     return kernel_of(
-        problem, tile, tile.block_q, _jvp_shared(problem, tile), "",
-        ("ONLY_FLAGGED", bool(kind)), kind=kind,
+        problem, tile, tile.block_q, _jvp_shared(problem, tile),
+        ("ONLY_FLAGGED", planned_by is not None), planned_by=planned_by,
     )  # fmt: skip
 
 
@@ -71,17 +74,17 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
 
 
 def double_backward_kernels(
-    problem: Problem, tile: Tile, kind: str = ""
+    problem: Problem, tile: Tile, planned_by: FamilyName | None = None
 ) -> tuple[KernelPlan, KernelPlan]:
-    """Those of d2k and d2v, and of d2q; with a `kind`, of flagged tiles."""
-    flagged = ("ONLY_FLAGGED", bool(kind))
+    """Of d2k and d2v, and of d2q; in another's plan, of flagged tiles."""
+    flagged = ("ONLY_FLAGGED", planned_by is not None)
     dkdv = kernel_of(
-        problem, tile, tile.block_k, _dkdv_shared(problem, tile), "_dkdv",
-        flagged, kind=kind,
+        problem, tile, tile.block_k, _dkdv_shared(problem, tile), flagged,
+        part="_dkdv", planned_by=planned_by,
     )  # fmt: skip
     dq = kernel_of(
-        problem, tile, tile.block_q, _dq_shared(problem, tile), "_dq",
-        flagged, kind=kind,
+        problem, tile, tile.block_q, _dq_shared(problem, tile), flagged,
+        part="_dq", planned_by=planned_by,
     )  # fmt: skip
     return dkdv, dq
 

@@ -9,6 +9,7 @@ from cuflash.request.options import acts, has_order
 from cuflash.request.problem import Problem
 
 from .kernel import (
+    Constant,
     Device,
     KernelPlan,
     Launch,
@@ -27,14 +28,15 @@ from .steps import (
     heads_per_section,
     is_linear,
     is_packed,
+    kernel_of,
     last_section,
     lse_rest_buffers,
     lse_rest_launches,
     option_buffers,
-    option_constants,
     option_launches,
-    order_launches,
+    query_tiles,
     rounding_launch,
+    row_kernel,
     run_tiles,
     skips_tiles,
     some_options,
@@ -233,26 +235,6 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     return used <= room
 
 
-def kernel_of(
-    problem: Problem, tile: Tile, head_dims: tuple[int, int], shared: int,
-    *own: tuple[str, int | bool | str], kind: str = "", ptxas_level: int = 3,
-) -> KernelPlan:  # fmt: skip
-    """The kernel of the problem's direction, or a `kind` of it."""
-    return KernelPlan(
-        file=f"sm90/{problem.direction}{kind}.cu",
-        entry=f"{problem.direction}_sm90{kind}",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", head_dims[0]),
-            ("HEAD_DIM_V", head_dims[1]),
-            *own,
-        ),
-        threads=tile.num_warps * 32,
-        shared_bytes=shared,
-        ptxas_level=ptxas_level,
-    )
-
-
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     most = shared_bytes_of_block(device, tile.blocks_per_sm)
     q_stages, shared = next(
@@ -261,18 +243,13 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         if (room := _shared(problem, tile, stages)) <= most
     )
     kernel = kernel_of(
-        problem, tile, head_dims(problem), shared,
-        ("CAUSAL", problem.causal),
+        problem, tile, "sm90", head_dims(problem), shared,
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        ("BLOCK_Q", tile.block_q),
-        ("BLOCK_K", tile.block_k),
         ("Q_STAGES", q_stages),
         ("KV_STAGES", tile.num_stages),
         ("BLOCKS_PER_SM", tile.blocks_per_sm),
-        ("SHARED_BYTES", shared),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         run_tiles(problem, tile),
-        *option_constants(problem, "Wgmma"),
     )  # fmt: skip
     num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
@@ -288,8 +265,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         "sm90",
         tile,
         (
-            *option_launches(problem, tile, "Wgmma"),
-            *order_launches(problem, tile, "Wgmma"),
+            *option_launches(problem, tile, "sm90"),
             Launch(kernel, min(schedule.items, blocks)),
         ),
         heads_per_section=_section_heads(problem, tile, device),
@@ -515,25 +491,21 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
 
 def rows_kernel(
     problem: Problem, tile: Tile, name: str, head_dim: int,
-    *own: tuple[str, int | bool], options: tuple[str, ...],
+    *own: Constant, options: tuple[str, ...],
 ) -> KernelPlan:  # fmt: skip
     """The kernel that prepares row statistics; it depends on `options`."""
     lanes = ceil_div(problem.head_dim_v, 8)
-    return KernelPlan(
-        file=f"prepare/{name}.cu",
-        entry=f"{problem.direction}_rows",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", head_dim),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            *own,
-            ("DLSE", problem.dlse),
-            ("NUM_THREADS", ROW_THREADS),
-            ("LANES", 1 << (lanes - 1).bit_length()),
-            *some_options(problem, "Wgmma", *options),
-        ),
-        threads=ROW_THREADS,
+    return row_kernel(
+        f"prepare/{name}.cu",
+        f"{problem.direction}_rows",
+        ("Element", problem.dtype),
+        ("HEAD_DIM", head_dim),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        *own,
+        ("DLSE", problem.dlse),
+        ("LANES", 1 << (lanes - 1).bit_length()),
+        *some_options(problem, "sm90", *options),
     )
 
 
@@ -560,25 +532,19 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ),
     )  # fmt: skip
     main = kernel_of(
-        problem, tile, (d, dv), shared,
-        ("BLOCK_Q", tile.block_q),
-        ("BLOCK_K", tile.block_k),
+        problem, tile, "sm90", (d, dv), shared,
         ("NUM_WARPS", dq_warps),
         ("SCORE_WARPS_Q", tile.score_warps_q),
-        ("CAUSAL", problem.causal),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("STAGES", tile.num_stages),
-        ("SHARED_BYTES", shared),
         ("SCORE_BENDS", _score_bends(problem)),
         ("SCORES_TWICE", _scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
-        *option_constants(problem, "Wgmma"),
         *of_narrow,
-        kind=wide, ptxas_level=tile.ptxas_level,
+        part=wide, ptxas_level=tile.ptxas_level,
     )  # fmt: skip
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    q_tiles *= problem.batch * problem.num_heads_q
+    q_tiles = query_tiles(problem, tile.block_q)
     kv_pairs = problem.batch * problem.num_heads_kv
     k_tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
     k_tiles = k_tiles_of_head * kv_pairs
@@ -607,24 +573,23 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         "sm90",
         tile,
         (
-            *option_launches(problem, tile, "Wgmma"),
-            *order_launches(problem, tile, "Wgmma"),
+            *option_launches(problem, tile, "sm90"),
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
-            *lse_rest_launches(problem, "Wgmma"),
+            *lse_rest_launches(problem, "sm90"),
             Launch(rows, q_tiles),
             Launch(main, min(k_tiles, device.num_sms)),
             rounding_launch(
                 problem,
                 tile,
+                "sm90",
                 (d, dv),
                 q_tiles + (k_tiles if is_masked else 0),
                 dq_warps,
-                "Wgmma",
                 recomputes=is_masked,
                 semaphores=semaphores,
                 integers=integers,
             ),
-            *gradients_of_rows(problem, tile, "Wgmma", integers=integers),
+            *gradients_of_rows(problem, tile, "sm90", integers),
         ),  # fmt: skip
         heads_per_section=heads,
         last_section=last,
@@ -649,25 +614,19 @@ def _maxima_launches(
     chunks = ceil_div(max(problem.head_dim, problem.head_dim_v), 8)
     # Lanes per row, enough that every thread has a row.
     lanes = max(1 << (chunks - 1).bit_length(), ROW_THREADS // tile.block_k)
-    shared = ROW_THREADS // 32 * _KEY_MAXIMA_BYTES
-    kernel = KernelPlan(
-        file="prepare/key_maxima.cu",
-        entry="backward_key_maxima",
-        constants=(
-            ("Element", problem.dtype),
-            ("HEAD_DIM", head_dims[0]),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("INTEGER_DQ", True),
-            ("NUM_THREADS", ROW_THREADS),
-            ("LANES", lanes),
-            ("SHARED_BYTES", shared),
-            *some_options(
-                problem, "Wgmma", "SEGMENTS", "ALIBI", "BIAS", "SCORE_MOD"
-            ),
+    kernel = row_kernel(
+        "prepare/key_maxima.cu",
+        "backward_key_maxima",
+        ("Element", problem.dtype),
+        ("HEAD_DIM", head_dims[0]),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("INTEGER_DQ", True),
+        ("LANES", lanes),
+        *some_options(
+            problem, "sm90", "SEGMENTS", "ALIBI", "BIAS", "SCORE_MOD"
         ),
-        threads=ROW_THREADS,
-        shared_bytes=shared,
+        shared_bytes=ROW_THREADS // 32 * _KEY_MAXIMA_BYTES,
     )
     return (Launch(kernel, k_tiles),)
 

@@ -13,7 +13,6 @@ from .sm90 import (
     MAX_SEMAPHORE_HEADS,
     MBARRIER_BYTES,
     head_dims,
-    kernel_of,
     rows_kernel,
     runs_derivatives,
 )
@@ -21,10 +20,11 @@ from .steps import (
     count_tiles,
     delta_buffers,
     heads_per_section,
+    kernel_of,
+    key_tiles,
     last_section,
-    option_constants,
+    query_tiles,
     rounding_launch,
-    tangent_constants,
     tile_bytes,
 )
 
@@ -84,19 +84,13 @@ def _main(
         q_stages = tile.num_stages
     shared = _shared_of(problem, tile, q_stages)
     return kernel_of(
-        problem, tile, head_dims(problem), shared,
-        ("BLOCK_Q", tile.block_q),
-        ("BLOCK_K", tile.block_k),
+        problem, tile, "sm90", head_dims(problem), shared,
         ("NUM_WARPS", _QUERY_WARPS),
         ("SCORE_WARPS_Q", tile.score_warps_q),
-        ("CAUSAL", problem.causal),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", False),
         ("STAGES", tile.num_stages),
         ("Q_STAGES", q_stages),
-        ("SHARED_BYTES", shared),
-        *option_constants(problem, "Wgmma"),
-        *tangent_constants(problem),
         ptxas_level=tile.ptxas_level,
     )  # fmt: skip
 
@@ -108,12 +102,10 @@ def _recompute_launches(
     if not problem.causal:
         return ()
     by_keys, by_queries = _RECOMPUTE_TILE
-    of_keys, _ = double_backward_kernels(problem, by_keys, "Wgmma")
-    _, of_queries = double_backward_kernels(problem, by_queries, "Wgmma")
-    k_tiles = count_tiles(problem, problem.seqlen_k, by_keys.block_k)
-    q_tiles = count_tiles(problem, problem.seqlen_q, by_queries.block_q)
-    k_tiles *= problem.batch * problem.num_heads_kv
-    q_tiles *= problem.batch * problem.num_heads_q
+    of_keys, _ = double_backward_kernels(problem, by_keys, "sm90")
+    _, of_queries = double_backward_kernels(problem, by_queries, "sm90")
+    k_tiles = key_tiles(problem, by_keys.block_k)
+    q_tiles = query_tiles(problem, by_queries.block_q)
     return (
         recompute_launch(of_keys, k_tiles, device),
         recompute_launch(of_queries, q_tiles, device),
@@ -128,8 +120,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DQ_SEMAPHORES", semaphores), ("INTEGER_DQ", False),
         options=("SEGMENTS",),
     )  # fmt: skip
-    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    q_tiles *= problem.batch * problem.num_heads_q
+    q_tiles = query_tiles(problem, tile.block_q)
     tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
     kv_pairs = problem.batch * problem.num_heads_kv
     k_tiles = tiles_of_head * kv_pairs
@@ -155,7 +146,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
                 min(k_tiles, device.num_sms),
             ),
             rounding_launch(
-                problem, tile, (d, dv), q_tiles, _QUERY_WARPS, "Wgmma"
+                problem, tile, "sm90", (d, dv), q_tiles, _QUERY_WARPS
             ),
             *_recompute_launches(problem, device),
         ),

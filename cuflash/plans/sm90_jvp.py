@@ -11,15 +11,14 @@ from cuflash.request.problem import Problem
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel, recompute_launch
-from .sm90 import MBARRIER_BYTES, head_dims, kernel_of
+from .sm90 import MBARRIER_BYTES, head_dims
 from .steps import (
     DirectionGroups,
     count_tiles,
     direction_groups,
+    kernel_of,
     num_directions,
-    option_constants,
     sections,
-    tangent_constants,
     tile_bytes,
 )
 
@@ -57,15 +56,9 @@ def _kernel(
 ) -> KernelPlan:
     shared = _shared(problem, replace(tile, directions=group.directions))
     return kernel_of(
-        problem, tile, head_dims(problem), shared,
-        ("CAUSAL", problem.causal),
+        problem, tile, "sm90", head_dims(problem), shared,
         ("NEGATE_SCORES", problem.scale < 0),
-        ("BLOCK_Q", tile.block_q),
-        ("BLOCK_K", tile.block_k),
         ("KV_STAGES", tile.num_stages),
-        ("SHARED_BYTES", shared),
-        *option_constants(problem, "Wgmma"),
-        *tangent_constants(problem),
         *group.constants,
     )  # fmt: skip
 
@@ -101,7 +94,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         (
             *launches,
             recompute_launch(
-                jvp_kernel(problem, _RECOMPUTE_TILE, "Wgmma"),
+                jvp_kernel(problem, _RECOMPUTE_TILE, "sm90"),
                 rows * moving_heads,
                 device,
             ),

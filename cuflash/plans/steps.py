@@ -8,10 +8,11 @@ from typing import NamedTuple, TypedDict
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request import options
-from cuflash.request.problem import FEW_STATES, Problem
+from cuflash.request.problem import Problem
 
 from . import expression
-from .kernel import EVEN_SECTIONS, Device, KernelPlan, Launch, Plan
+from .arguments import parts_of, struct_name
+from .kernel import EVEN_SECTIONS, Constant, Device, KernelPlan, Launch, Plan
 from .record import FAMILIES, FamilyName
 from .rounding import ceil_div, round_up
 
@@ -121,15 +122,17 @@ def num_rows(problem: Problem) -> int:
     return problem.batch * problem.seqlen_q * problem.num_heads_q
 
 
-def arguments(problem: Problem, kind: str = "") -> tuple[str, str]:
-    """The argument struct of kernels that support options."""
-    if problem.kvcache is not None:
-        return "Arguments", "ForwardKVCacheArguments"
-    words = problem.direction.split("_")
-    kind = "".join(word.capitalize() for word in words) + kind
-    if expression.has_expression(problem):
-        return "Arguments", f"{kind}ExpressionArguments"
-    return "Arguments", f"{kind}{'Options' * bool(problem.options)}Arguments"
+def arguments(
+    problem: Problem, family: FamilyName, reads_dlse: bool = False
+) -> tuple[str, str]:
+    """The argument struct of the kernels in a plan of a family.
+
+    That of a plain backward call begins with its arrays: kernels that do not
+    read dlse, which comes last, take these alone.
+    """
+    parts = parts_of(problem, FAMILIES[family])
+    name = struct_name(problem.direction, parts)
+    return "Arguments", name if reads_dlse else name.replace("Plain", "")
 
 
 def tangent_constants(problem: Problem) -> tuple[tuple[str, bool], ...]:
@@ -185,19 +188,16 @@ def direction_groups(
     return DirectionGroups(tile.directions, groups), *last
 
 
-def _with_dlse(problem: Problem, kind: str = "") -> str:
-    """The kind of struct, if need be another one, that has dlse."""
-    has_it = problem.options or problem.direction == "double_backward"
-    return kind or ("" if has_it else "Plain")
-
-
 def option_constants(
-    problem: Problem, kind: str = ""
+    problem: Problem, family: FamilyName, reads_dlse: bool = False
 ) -> tuple[tuple[str, bool | str], ...]:
-    """The option constants of a kernel that supports all options."""
+    """The option constants of a kernel that supports all options.
+
+    `family`: of the plan; `reads_dlse`: as of `arguments`.
+    """
     bias = ELEMENTS.get(problem.bias or "", problem.bias or "float")
     return (
-        arguments(problem, kind),
+        arguments(problem, family, reads_dlse),
         *options.flags(problem),
         ("FLAGS_OF_GROUPS", problem.direction.endswith("backward")),
         ("Bias", bias),
@@ -205,7 +205,7 @@ def option_constants(
 
 
 def some_options(
-    problem: Problem, kind: str, *names: str
+    problem: Problem, family: FamilyName, *names: str, reads_dlse: bool = False
 ) -> tuple[tuple[str, bool | str], ...]:
     """The option constants of a kernel that depends on a few options.
 
@@ -215,7 +215,7 @@ def some_options(
     kept = {"Arguments", "PACKED", "FLAGS_OF_GROUPS", *names}
     return tuple(
         (name, value if name in kept else "float" if name == "Bias" else False)
-        for name, value in option_constants(problem, kind)
+        for name, value in option_constants(problem, family, reads_dlse)
     )
 
 
@@ -262,15 +262,26 @@ def run_tiles(problem: Problem, tile: Tile) -> tuple[str, int]:
 ROW_THREADS = 256  # threads of the kernels that process rows
 
 
+def row_kernel(
+    file: str, entry: str, *constants: Constant,
+    threads: int = ROW_THREADS, shared_bytes: int = 0,
+) -> KernelPlan:  # fmt: skip
+    """A kernel of what stands around main ones, by rows or tokens."""
+    own: tuple[Constant, ...] = (("NUM_THREADS", threads),)
+    if shared_bytes:
+        own = (*own, ("SHARED_BYTES", shared_bytes))
+    return KernelPlan(file, entry, (*constants, *own), threads, shared_bytes)
+
+
 # prepare/segment_order.cu has slots for this many tiles, and for four times
 # as many ranges: no tile is longer than three tiles of the other kind.
 ORDER_THREADS, ORDER_BYTES = 1024, 16 + 4 * 8
 
 
 def delta_launch(
-    problem: Problem, block_q: int, dq_columns: int, adds_to_dq: bool = False
+    problem: Problem, family: FamilyName, block_q: int, dq_columns: int
 ) -> Launch:
-    """Computes delta, and zeroes what the main kernel adds to.
+    """Computes delta, and zeroes what the family's main kernel adds to.
 
     Before a double backward it computes delta_dot too.
     """
@@ -278,82 +289,71 @@ def delta_launch(
     by_element = again or problem.dtype in ("float32", "float64")
     chunks = ceil_div(problem.head_dim_v, 1 if by_element else 8)
     lanes = min(1 << (chunks - 1).bit_length(), 32)
-    kernel = KernelPlan(
-        file=f"prepare/{'double_' * again}delta.cu",
-        entry=f"{problem.direction}_delta",
-        constants=(
-            ("Element", element(problem)),
-            ("NUM_THREADS", ROW_THREADS),
-            ("LANES", lanes),
-            ("BLOCK_Q", block_q),
-            ("DQ_COLUMNS", dq_columns),
-            ("ADDS_TO_DQ", adds_to_dq),
-            ("DLSE", problem.dlse),
-            arguments(problem, _with_dlse(problem)),
-            ("PACKED", is_packed(problem)),
-        ),
-        threads=ROW_THREADS,
+    kernel = row_kernel(
+        f"prepare/{'double_' * again}delta.cu",
+        f"{problem.direction}_delta",
+        ("Element", element(problem)),
+        ("LANES", lanes),
+        ("BLOCK_Q", block_q),
+        ("DQ_COLUMNS", dq_columns),
+        ("ADDS_TO_DQ", FAMILIES[family].adds_to_dq),
+        ("DLSE", problem.dlse),
+        arguments(problem, family, reads_dlse=True),
+        ("PACKED", is_packed(problem)),
     )
     return Launch(kernel, ceil_div(num_rows(problem) * lanes, ROW_THREADS))
 
 
 def option_launches(
-    problem: Problem, tile: Tile, kind: str = ""
+    problem: Problem, tile: Tile, family: FamilyName
 ) -> tuple[Launch, ...]:
     """Launches that prepare tile flags, segment ranges, packed sequences.
 
     These kernels depend on no other option, so they serve calls with any
-    others.
+    others. Only tile flags and the order of tiles depend on the window too.
     """
-    mask_flags = _tile_flag_launches(problem, tile, kind)
-    flags = some_options(problem, kind, "SEGMENTS")
-    constants = (("NUM_THREADS", ROW_THREADS), *flags)
+    launches = _tile_flag_launches(problem, tile, family)
+    flags = some_options(problem, family, "SEGMENTS")
     if problem.segment_ids:  # one warp per tile
-        sizes = ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k)
-        kernel = KernelPlan(
-            file="prepare/segment_ranges.cu",
-            entry="segment_ranges",
-            constants=(*sizes, *constants),
-            threads=ROW_THREADS,
-        )
+        kernel = row_kernel(
+            "prepare/segment_ranges.cu", "segment_ranges",
+            ("BLOCK_Q", tile.block_q), ("BLOCK_K", tile.block_k), *flags,
+        )  # fmt: skip
         warps = sum(_tiles_of_segments(problem, tile))
         ranges = Launch(kernel, ceil_div(warps * 32, ROW_THREADS))
-        return *mask_flags, ranges
-    if is_packed(problem):
-        kernel = KernelPlan(
-            file="prepare/packed_sequences.cu",
-            entry="sequences",
-            constants=(("Element", element(problem)), *constants),
-            threads=ROW_THREADS,
+        launches = (*launches, ranges)
+    elif is_packed(problem):
+        kernel = row_kernel(
+            "prepare/packed_sequences.cu", "sequences",
+            ("Element", element(problem)), *flags,
             shared_bytes=16 * ROW_THREADS,
-        )
-        return (Launch(kernel, 1),)
-    return mask_flags
+        )  # fmt: skip
+        launches = (Launch(kernel, 1),)  # without tile flags
+    if FAMILIES[family].loads_by_tma and skips_tiles(problem):
+        return *launches, _order_launch(problem, tile, family)
+    return launches
 
 
 def _tile_flag_launches(
-    problem: Problem, tile: Tile, kind: str
+    problem: Problem, tile: Tile, family: FamilyName
 ) -> tuple[Launch, ...]:
     """Finds which tiles the user's mask hides, or leaves whole."""
     count = expression.count_tile_flags(problem, tile)
     if count == 0:
         return ()
     warps = ROW_THREADS // 32
-    has_bits = kind == "Wgmma" and count_mask_words(problem, tile) > 0
-    kernel = KernelPlan(
-        file="prepare/tile_flags.cu",
-        entry="tile_flags",
-        constants=(
-            ("Element", element(problem)),
-            ("CAUSAL", problem.causal),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("MASK_BITS", has_bits),
-            ("NUM_THREADS", ROW_THREADS),
-            ("SHARED_BYTES", 4 * warps),
-            *some_options(problem, kind, "WINDOW", "MASK_MOD"),
-        ),
-        threads=ROW_THREADS,
+    has_bits = FAMILIES[family].loads_by_tma and (
+        count_mask_words(problem, tile) > 0
+    )
+    kernel = row_kernel(
+        "prepare/tile_flags.cu",
+        "tile_flags",
+        ("Element", element(problem)),
+        ("CAUSAL", problem.causal),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        ("MASK_BITS", has_bits),
+        *some_options(problem, family, "WINDOW", "MASK_MOD"),
         shared_bytes=4 * warps,
     )
     tiles = ceil_div(problem.seqlen_q, tile.block_q)  # of a head
@@ -391,34 +391,22 @@ def skips_tiles(problem: Problem) -> bool:
     return problem.segment_ids or problem.mask_mod is not None
 
 
-def order_launches(
-    problem: Problem, tile: Tile, kind: str
-) -> tuple[Launch, ...]:
-    """The order in which blocks take tiles, where tiles are skipped.
-
-    After `option_launches`. It depends on the window too.
-    """
-    if not skips_tiles(problem):
-        return ()
-    shared = ORDER_BYTES * ORDER_THREADS
+def _order_launch(problem: Problem, tile: Tile, family: FamilyName) -> Launch:
+    """Computes the order in which the dynamic scheduler hands out tiles."""
     of_element = (("Element", element(problem)),) if problem.mask_mod else ()
-    kernel = KernelPlan(
-        file="prepare/segment_order.cu",
-        entry="segment_order",
-        constants=(
-            *of_element,
-            ("CAUSAL", problem.causal),
-            ("OF_KEYS", problem.direction == "backward"),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_THREADS", ORDER_THREADS),
-            ("SHARED_BYTES", shared),
-            *some_options(problem, kind, "WINDOW", "SEGMENTS", "MASK_MOD"),
-        ),
+    kernel = row_kernel(
+        "prepare/segment_order.cu",
+        "segment_order",
+        *of_element,
+        ("CAUSAL", problem.causal),
+        ("OF_KEYS", problem.direction == "backward"),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        *some_options(problem, family, "WINDOW", "SEGMENTS", "MASK_MOD"),
         threads=ORDER_THREADS,
-        shared_bytes=shared,
+        shared_bytes=ORDER_BYTES * ORDER_THREADS,
     )
-    return (Launch(kernel, 1),)
+    return Launch(kernel, 1)
 
 
 def _tiles_of_segments(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -437,34 +425,29 @@ def has_lse_rests(problem: Problem) -> bool:
     return "adds" in options.acts(problem)
 
 
-def lse_rest_launches(problem: Problem, kind: str = "") -> tuple[Launch, ...]:
+def lse_rest_launches(
+    problem: Problem, family: FamilyName
+) -> tuple[Launch, ...]:
     """Finds what rounding took from the lse of rows whose scores are large."""
     if not has_lse_rests(problem):
         return ()
     tile = _REST_TILE
     rows = tile.block_q + tile.block_k
-    shared = lse_bytes(problem) * rows * (_REST_COLUMNS + 1)
-    kernel = KernelPlan(
-        file="prepare/lse_rests.cu",
-        entry="lse_rests",
-        constants=(
-            ("Element", element(problem)),
-            ("CAUSAL", problem.causal),
-            ("BLOCK_Q", tile.block_q),
-            ("BLOCK_K", tile.block_k),
-            ("NUM_THREADS", ROW_THREADS),
-            ("SHARED_BYTES", shared),
-            *some_options(
-                problem, kind,
-                *("WINDOW", "SOFTCAP", "ALIBI", "BIAS", "Bias"),
-                *("SINK", "SEGMENTS", "HAS_MASK", "SCORE_MOD", "MASK_MOD"),
-            ),
+    kernel = row_kernel(
+        "prepare/lse_rests.cu",
+        "lse_rests",
+        ("Element", element(problem)),
+        ("CAUSAL", problem.causal),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        *some_options(
+            problem, family,
+            *("WINDOW", "SOFTCAP", "ALIBI", "BIAS", "Bias"),
+            *("SINK", "SEGMENTS", "HAS_MASK", "SCORE_MOD", "MASK_MOD"),
         ),
-        threads=ROW_THREADS,
-        shared_bytes=shared,
+        shared_bytes=lse_bytes(problem) * rows * (_REST_COLUMNS + 1),
     )  # fmt: skip
-    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
-    return (Launch(kernel, tiles * problem.batch * problem.num_heads_q),)
+    return (Launch(kernel, query_tiles(problem, tile.block_q)),)
 
 
 def lse_rest_buffers(problem: Problem) -> tuple[Buffer, ...]:
@@ -518,13 +501,25 @@ def count_tiles(problem: Problem, seqlen: int, block: int) -> int:
     return seqlen // block + problem.num_sequences + 1
 
 
+def query_tiles(problem: Problem, block_q: int) -> int:
+    """Tiles of the queries of all heads of the batch."""
+    tiles = count_tiles(problem, problem.seqlen_q, block_q)
+    return tiles * problem.batch * problem.num_heads_q
+
+
+def key_tiles(problem: Problem, block_k: int) -> int:
+    """Tiles of the keys of all heads of the batch."""
+    tiles = count_tiles(problem, problem.seqlen_k, block_k)
+    return tiles * problem.batch * problem.num_heads_kv
+
+
 def rounding_launch(
     problem: Problem,
     tile: Tile,
+    family: FamilyName,
     head_dims: tuple[int, int],
     blocks: int,
     num_warps: int,
-    kind: str = "",
     *,
     recomputes: bool = False,
     semaphores: int = 0,
@@ -539,8 +534,9 @@ def rounding_launch(
     """
     d, dv = head_dims
     shared = tile_bytes(tile.block_q, d)
-    kind = _with_dlse(problem, kind)
-    flags = (option_constants if recomputes else some_options)(problem, kind)
+    flags = (option_constants if recomputes else some_options)(
+        problem, family, reads_dlse=True
+    )
     kernel = KernelPlan(
         file="finish/dq.cu",
         entry="backward_dq",
@@ -567,7 +563,7 @@ def rounding_launch(
 
 
 def gradients_of_rows(
-    problem: Problem, tile: Tile, kind: str = "", *, integers: bool = False
+    problem: Problem, tile: Tile, family: FamilyName, integers: bool = False
 ) -> tuple[Launch, ...]:
     """The gradient of sinks, one block per head, if requested.
 
@@ -575,27 +571,21 @@ def gradients_of_rows(
     """
     if not problem.return_dsink:
         return ()
-    shared = 8 * ROW_THREADS
     flags = dict(options.flags(problem))
-    kernel = KernelPlan(
-        file="finish/dsink.cu",
-        entry="backward_sink",
-        constants=(
-            ("Element", element(problem)),
-            arguments(problem, kind),
-            ("PACKED", is_packed(problem)),
-            ("NUM_THREADS", ROW_THREADS),
-            ("SHARED_BYTES", shared),
-            ("BLOCK_Q", tile.block_q),
-            ("ALIBI", flags["ALIBI"]),
-            ("BIAS", flags["BIAS"]),
-            ("SCORE_MOD", flags["SCORE_MOD"]),
-            ("IN_TILES", bool(kind)),
-            ("SEGMENTS", flags["SEGMENTS"]),
-            ("INTEGER_DQ", integers),
-        ),
-        threads=ROW_THREADS,
-        shared_bytes=shared,
+    kernel = row_kernel(
+        "finish/dsink.cu",
+        "backward_sink",
+        ("Element", element(problem)),
+        arguments(problem, family),
+        ("PACKED", is_packed(problem)),
+        ("BLOCK_Q", tile.block_q),
+        ("ALIBI", flags["ALIBI"]),
+        ("BIAS", flags["BIAS"]),
+        ("SCORE_MOD", flags["SCORE_MOD"]),
+        ("IN_TILES", FAMILIES[family].loads_by_tma),
+        ("SEGMENTS", flags["SEGMENTS"]),
+        ("INTEGER_DQ", integers),
+        shared_bytes=8 * ROW_THREADS,
     )
     return (Launch(kernel, problem.num_heads_q),)
 
@@ -635,21 +625,40 @@ def kept_and_summed(tile: Tile, d: int, dv: int, words: int = 1) -> int:
     return kept + max(scores, dq)
 
 
-def main_kernel(
+def kernel_of(
     problem: Problem,
     tile: Tile,
     family: FamilyName,
     head_dims: tuple[int, int],
     shared: int,
-    *own: tuple[str, int | bool | str],
+    *own: Constant,
+    part: str = "",
+    planned_by: FamilyName | None = None,
+    ptxas_level: int = 3,
 ) -> KernelPlan:
-    """A family's kernel of the problem's direction, with `own` constants."""
+    """A family's kernel of the problem's direction.
+
+    Parameters
+    ----------
+    problem, tile, family
+    head_dims : tuple of int
+        For which it is compiled.
+    shared : int
+        Bytes of a block.
+    *own : tuple
+        Constants of its own.
+    part : str, optional
+        How its name ends, of several kernels of a direction.
+    planned_by : str, optional
+        The family of the plan, if it is another one.
+    ptxas_level : int, optional
+    """
     kvcache = problem.direction == "kvcache"
     direction = "forward" if kvcache else problem.direction
     record = FAMILIES[family]
     return KernelPlan(
-        file=f"{record.folder}/{direction}.cu",
-        entry=f"{direction}_{record.entry or family}",
+        file=f"{record.folder}/{direction}{part}.cu",
+        entry=f"{direction}_{record.entry or family}{part}",
         constants=(
             ("Element", element(problem)),
             ("HEAD_DIM", head_dims[0]),
@@ -657,37 +666,50 @@ def main_kernel(
             ("CAUSAL", problem.causal),
             ("BLOCK_Q", tile.block_q),
             ("BLOCK_K", tile.block_k),
-            ("NUM_WARPS", tile.num_warps),
-            ("BLOCKS_PER_SM", tile.blocks_per_sm),
             ("SHARED_BYTES", shared),
             *own,
+            *option_constants(problem, planned_by or family),
+            *tangent_constants(problem),
         ),
         threads=tile.num_warps * 32,
         shared_bytes=shared,
-        ptxas_level=tile.ptxas_level,
+        ptxas_level=ptxas_level,
     )
 
 
+def main_kernel(
+    problem: Problem, tile: Tile, family: FamilyName,
+    head_dims: tuple[int, int], shared: int, *own: Constant, part: str = "",
+) -> KernelPlan:  # fmt: skip
+    """A kernel whose warps and blocks are the tile's; see `kernel_of`."""
+    return kernel_of(
+        problem, tile, family, head_dims, shared,
+        ("NUM_WARPS", tile.num_warps),
+        ("BLOCKS_PER_SM", tile.blocks_per_sm),
+        *own, part=part, ptxas_level=tile.ptxas_level,
+    )  # fmt: skip
+
+
 def merge_plan(problem: Problem) -> Plan:
-    states = problem.num_states
-    few = states <= FEW_STATES
-    kernel = KernelPlan(
-        file="merge.cu",
-        entry="merge",
-        constants=(
-            ("Element", element(problem)),
-            ("NUM_THREADS", ROW_THREADS),
-            ("LANES", next(x for x in (2, 8, 32) if x >= min(states, 32))),
-            ("Arguments", "MergeArguments" if few else "MergeManyArguments"),
-        ),
-        threads=ROW_THREADS,
+    states = min(problem.num_states, 32)
+    kernel = row_kernel(
+        "merge.cu",
+        "merge",
+        ("Element", element(problem)),
+        ("LANES", next(x for x in (2, 8, 32) if x >= states)),
+        arguments(problem, "simt"),
     )
     blocks = ceil_div(num_rows(problem) * 32, ROW_THREADS)  # a warp per row
     return plan_of_one(problem, kernel, blocks)
 
 
 def plan_of_one(problem: Problem, kernel: KernelPlan, blocks: int) -> Plan:
-    """The plan of a kernel without tiles; its family counts by dtype alone."""
-    by_dtype = element(problem) == problem.dtype
-    family: FamilyName = "sm80" if by_dtype else "simt"
+    """The plan of a kernel without tiles, which has no families.
+
+    A plan needs one all the same: its record says that there are no
+    TensorMaps, and fuzzing counts calls by it. So it is the one that has the
+    dtype on most GPUs: sm80 for 16 bits, simt for others.
+    """
+    has_16_bits = element_bytes(problem) == 2
+    family: FamilyName = "sm80" if has_16_bits else "simt"
     return Plan(problem, family, None, (Launch(kernel, blocks),))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from cuflash.backends import cupy as by_cupy
+from cuflash.plans import workspace
 
-from .arrays import TorchArrays
 from .dtypes import TORCH
 
 
@@ -30,7 +31,7 @@ class _Bound(threading.local):
 _bound = _Bound()
 
 
-class TorchBackend(TorchArrays, by_cupy.CupyBackend):
+class TorchBackend(by_cupy.CupyBackend):
     """The backend of CUDA device `index`."""
 
     def __init__(self, index: int) -> None:
@@ -50,6 +51,27 @@ class TorchBackend(TorchArrays, by_cupy.CupyBackend):
         # those of tensors, torch.Size, which `_new` refuses.
         shape = tuple(shape)
         return _new(shape, _strides(shape), TORCH[dtype])
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+        return torch.zeros(
+            shape, dtype=TORCH[dtype], device=self.tensor_device
+        )
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def workspace(self, nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
+        total, offsets = workspace.side_by_side(nbytes)
+        if not total:
+            return None, [0] * len(nbytes)
+        memory = self.empty((total,), "uint8")
+        start = memory.data_ptr()
+        return memory, [0 if x is None else start + x for x in offsets]
+
+    def address(
+        self, arrays: Iterable[Any], written: bool = False
+    ) -> list[int]:
+        return [0 if x is None else x.data_ptr() for x in arrays]
 
     def stream(self) -> int:
         return _stream(self.index)

@@ -24,9 +24,7 @@ from .dtypes import from_numpy, to_numpy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.api.types import TorchSharedOptions
-
-    from .types import Results
+    from .types import Results, SharedOptions
 
 _NAME = "cuflash.torch.distributed_attention"
 
@@ -44,7 +42,7 @@ def distributed_attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[TorchSharedOptions],
+    **options: Unpack[SharedOptions],
 ) -> torch.Tensor: ...
 @overload
 def distributed_attention(
@@ -53,7 +51,7 @@ def distributed_attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[TorchSharedOptions],
+    **options: Unpack[SharedOptions],
 ) -> Results: ...
 @overload
 def distributed_attention(
@@ -62,7 +60,7 @@ def distributed_attention(
     v: torch.Tensor,
     *,
     return_lse: bool,
-    **options: Unpack[TorchSharedOptions],
+    **options: Unpack[SharedOptions],
 ) -> torch.Tensor | Results: ...
 @foreign_names.our_names(_NAME, like=distributed.forward)
 def distributed_attention(

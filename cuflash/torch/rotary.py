@@ -78,9 +78,7 @@ def apply_rotary(
     torch.Size([2, 16, 4, 8])
     """
     if unknown or positional:
-        raise foreign_names.unexpected(
-            "cuflash.torch.apply_rotary", unknown, positional
-        )
+        foreign_names.refuse("cuflash.torch.apply_rotary", unknown, positional)
     given = {"x": x, "cos": cos, "sin": sin}
     if positions is not None:
         given["positions"] = positions

@@ -37,7 +37,9 @@ class Shown:
     def __init__(self, described: Described) -> None:
         name, shape, strides, dtype, offset, device = described
         if dtype not in NUMPY:
-            raise DTypeError(f"{name} has dtype {dtype}, which NumPy has not")
+            raise DTypeError(
+                f"{name} has dtype {dtype}, which NumPy does not support"
+            )
         self.shape, self.ndim = tuple(shape), len(shape)
         self.dtype = NUMPY[dtype]
         itemsize = self.dtype.itemsize

@@ -1,7 +1,7 @@
 """torch.func.vmap of attention and its derivatives.
 
-The mapped axis joins batch, or calls run one after another (`folding`). If
-only tangents are mapped, as by jacfwd, it is the axis of directions of one
+The mapped axis joins batch, or calls run one after another (`request.vmap`).
+If only tangents are mapped, as by jacfwd, it is the axis of directions of one
 call.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cuflash.request.folding import Fold, Names, is_folded
+from cuflash.request.vmap import Fold, Names, is_folded
 
 Dims = Sequence[int | None]
 Given = Sequence[tuple[str, Any, bool]]  # name, tensor, whether it is mapped

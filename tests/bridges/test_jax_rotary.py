@@ -12,7 +12,7 @@ from jax_data import float64_if, normal, on_cpu  # noqa: E402
 
 import cuflash  # noqa: E402
 from cuflash.errors import ShapeError, UnsupportedError  # noqa: E402
-from cuflash.jax import apply_rotary, arrays  # noqa: E402
+from cuflash.jax import apply_rotary, checks  # noqa: E402
 from helpers.compare import (  # noqa: E402
     assert_all,
     assert_allclose,
@@ -143,8 +143,8 @@ def test_arrays_on_a_gpu_are_read_only_when_asked(monkeypatch):
         def __array__(self, dtype=None, copy=None):
             return np.arange(3)
 
-    assert arrays.on_host(OnGpu()) is None
+    assert checks.on_host(OnGpu()) is None
     monkeypatch.setenv("CUFLASH_CHECK", "1")
     assert_arrays_equal(
-        arrays.on_host(OnGpu()), np.arange(3), "arrays.on_host(OnGpu())"
+        checks.on_host(OnGpu()), np.arange(3), "checks.on_host(OnGpu())"
     )

@@ -10,6 +10,7 @@ jax = pytest.importorskip("jax", reason="needs JAX")
 
 import cuflash.jax  # noqa: E402
 import cuflash.torch  # noqa: E402
+import cuflash.torch.types  # noqa: E402
 from cuflash.api import types  # noqa: E402
 from helpers.static_types import fields_of  # noqa: E402
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = [
     (cuflash.torch.forward_kvcache, "TorchCacheOptions"),
-    (cuflash.torch.distributed_attention, "TorchSharedOptions"),
+    (cuflash.torch.distributed_attention, "SharedOptions"),
 ]
 OVERLOADED = [
     (cuflash.torch.attention, "Results"),
@@ -40,7 +41,8 @@ def test_options_are_the_keywords(function, options):
         for name, x in inspect.signature(function).parameters.items()
         if x.kind is x.KEYWORD_ONLY and name != "return_lse"
     }
-    written = fields_of(options, types.__file__)
+    files = types.__file__, cuflash.torch.types.__file__
+    written = fields_of(options, *files)
     window = "tuple[int | None, int | None]"
     assert written == {
         x: y.replace(window, "Window") for x, y in found.items()

@@ -472,7 +472,7 @@ def test_a_message_names_waiting_threads():
 
 def test_a_message_names_barriers_and_missing_arrivals():
     said, waits, reads, meets = message("pipeline_stage_never_filled")
-    said = re.sub(r"(wgmma\.cuh):\d+", r"\1", said)
+    said = re.sub(r"(pipeline\.cuh):\d+", r"\1", said)
     assert said.splitlines() == [
         "pipeline_stage_never_filled: no thread can continue:",
         "    block 0, mbarrier full[1]: phase 0 lacks 32 of 32 arrivals",
@@ -481,7 +481,7 @@ def test_a_message_names_barriers_and_missing_arrivals():
         "    block 0, threads 0 to 31 (warp 0) wait in bar.sync at"
         f" {meets} for barrier 2 (STAGE_READ + 1)",
         "    block 0, threads 32 to 63 (warp 1) wait in mbarrier.try_wait at"
-        f" sm90/wgmma.cuh (in {waits}, {reads}) for mbarrier full[1]",
+        f" sm90/pipeline.cuh (in {waits}, {reads}) for mbarrier full[1]",
     ]
 
 
@@ -501,8 +501,11 @@ def test_a_message_names_missing_bytes_of_an_mbarrier():
     ) in said
 
 
-@pytest.mark.parametrize("name", ["wgmma_no_proxy_fence", "tma_store_no_wait"])
-def test_a_message_lists_the_inlined_calls(name):
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [("wgmma_no_proxy_fence", "wgmma"), ("tma_store_no_wait", "pipeline")],
+)
+def test_a_message_lists_the_inlined_calls(name, header):
     """Also if the thread has moved on when the fault is detected."""
     said, place = message(name)
-    assert re.search(rf", sm90/wgmma\.cuh:\d+ \(in {place}\): ", said)
+    assert re.search(rf", sm90/{header}\.cuh:\d+ \(in {place}\): ", said)

@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 
-def fields_of(name, file):
-    """Return the fields of a TypedDict of a file, inherited ones too.
+def fields_of(name, *files):
+    """Return the fields of a TypedDict of some files, inherited ones too.
 
     Type variables are replaced by what they stand for.
     """
-    nodes = ast.walk(ast.parse(Path(file).read_text()))
+    text = "\n".join(Path(file).read_text() for file in files)
+    nodes = ast.walk(ast.parse(text))
     classes = {x.name: x for x in nodes if isinstance(x, ast.ClassDef)}
     return _fields(classes, name, ())
 

@@ -18,7 +18,7 @@ from cuflash import emulator
 from cuflash.launch import attention
 from cuflash.launch import recipe as recipes
 from cuflash.launch.runner import Kernels
-from cuflash.request.validate.arrays import Arrays
+from cuflash.request.validate.shapes import Arrays
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
 from helpers.checked_by import check

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.launch import recipe, structs
+from cuflash.launch import structs
 from cuflash.launch.directions import DIRECTIONS
+from cuflash.plans.arguments import parts_of
 from cuflash.plans.plan import device_of_arch, plan
 from cuflash.request.problem import Problem, Tangents
 
@@ -19,7 +20,7 @@ PACKAGE = Path(cuflash.__file__).parent
 # It replays what launch/run.py launched while it recorded.
 REPLAYS = "jax/recording.py"
 # They describe structs, choose among them, and tell kernels which theirs is.
-MAY_NAME = re.compile(r"launch/(structs|parts)\.py|plans/\w+\.py")
+MAY_NAME = re.compile(r"launch/(structs|parts)\.py|plans/arguments\.py")
 NAMES = {x: n for n, x in vars(structs).items() if isinstance(x, np.dtype)}
 # Whose plans are of five families.
 TYPES = [
@@ -71,7 +72,7 @@ def test_plans_name_the_struct_of_the_call(arch, dtype, direction, sink):
     moves = {"tangents": Tangents(("q",))} if direction in DERIVATIVES else {}
     problem = Problem(direction, dtype, *SIZES, sink=sink, **moves)
     decided = plan(problem, device_of_arch(arch))
-    kind = structs.chosen(direction, recipe._parts(problem, decided))
+    kind = structs.chosen(direction, parts_of(problem, decided.record))
     known = {NAMES[kind]}
     if "arrays" in kind.names:
         known.add(NAMES[kind["arrays"]])

@@ -119,6 +119,9 @@ PLACES = {
         "bias dropout mask segment_ids_q segment_ids_k sink softcap window",
     ),
     "torch/transforms": ("axes", "bias cu_seqlens_q mask segment_ids"),
+    "torch/types": (
+        "type checkers read text", "cu_seqlens_q cu_seqlens_k softcap window",
+    ),
     "torch/vmap": ("axes", "bias"),
     "jax": ("a seed may be an array", "seed"),
     "jax/attention": (

@@ -152,8 +152,8 @@ def test_kernels_have_its_flag(option):
     if not option.flag:
         return
     without = small_problem("backward", "float16")
-    assert dict(option_constants(asked(option)))[option.flag] is True
-    assert dict(option_constants(without))[option.flag] is False
+    assert dict(option_constants(asked(option), "sm80"))[option.flag] is True
+    assert dict(option_constants(without, "sm80"))[option.flag] is False
 
 
 @of_each_option

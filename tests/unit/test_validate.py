@@ -15,9 +15,8 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.request import checks
-from cuflash.request.validate import arrays as checked_arrays
 from cuflash.request.validate import attention as validate
-from cuflash.request.validate import devices, memory
+from cuflash.request.validate import devices, memory, shapes
 from helpers.checked_by import check
 from helpers.compare import assert_all
 
@@ -495,7 +494,7 @@ def test_head_dim_out_of_range(call, width, error, said):
 def test_head_dim_v_out_of_range(width, error, said):
     v = np.zeros((2, 7, 2, width), np.float32)
     out = np.zeros((2, 5, 4, width), np.float32)
-    place = f"({{}} {{}}; layout is {checked_arrays._LAYOUTS[4]})"
+    place = f"({{}} {{}}; layout is {shapes._LAYOUTS[4]})"
     start = f"{{}} has head_dim {width}, expected {said} "
     want = (start + place).format
     assert complaint(error, "forward", v=v) == want("v", "v", v.shape)

@@ -28,9 +28,9 @@ __device__ __forceinline__ i64 query_tile_index(
     return (static_cast<i64>(batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
 }
 
-// The turns of a block, or of some of its warps: Threads.
-template <class Threads = WholeBlock> struct DqTurns {
-    int* semaphore = nullptr;                               // of the turn to be passed on
+// How a block, or some of its warps (Threads), adds to the dQ of one query tile after another.
+template <class Threads = WholeBlock> struct DqSemaphore {
+    int* semaphore = nullptr;                               // acquired, to be released
     int next_rank = 0;
 
     // By each warp, before it adds to a tile of dQ: until `rank` key tiles, those before this one,
@@ -44,7 +44,7 @@ template <class Threads = WholeBlock> struct DqTurns {
     }
     // After a barrier of Threads that follows their additions. If those are complete by then, the
     // store need not wait for them.
-    __device__ __forceinline__ void pass_on() {
+    __device__ __forceinline__ void release() {
         if (!DETERMINISTIC) return;
         if (Threads::rank() == 0 && semaphore != nullptr) store_release(semaphore, next_rank);
         semaphore = nullptr;
@@ -53,7 +53,7 @@ template <class Threads = WholeBlock> struct DqTurns {
     __device__ __forceinline__ void finish() {
         if (!DETERMINISTIC) return;
         Threads::sync();
-        pass_on();
+        release();
     }
 };
 
@@ -61,9 +61,10 @@ template <class Threads = WholeBlock> struct DqTurns {
 // DETERMINISTIC, the key tiles add in their order. All of Threads.
 template <class Threads, class ScoreTile, class Sums>
 __device__ __forceinline__ void add_to_dq_in_order(
-    DqTurns<Threads>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
-    TileCoord coord, int head, int q_tile, int num_q_tiles, const Sums& sums) {
+    DqSemaphore<Threads>& dq_semaphore, const BackwardArguments& arrays,
+    const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
+    const Sums& sums) {
     const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
-    turns.wait(arrays.dq_semaphores + index, score_tile.dq_rank(q_tile, coord.tile));
+    dq_semaphore.wait(arrays.dq_semaphores + index, score_tile.dq_rank(q_tile, coord.tile));
     add_to_dq(arrays, coord.batch, head, score_tile.q_start, sums);
 }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void compute_part(
         OwnPairs own;
         score_gemm(own, warp_rows, keys);
         loads.load_k(keys, tile + 1);
-        lane_row.apply_score_mod(own, keys, first_key);
+        lane_row.apply_scales_and_score_mod(own, keys, first_key);
         lane_row.apply_mask(own, rows.masks(lane_row.mask, first_key, WARP_KEYS), first_key);
         softmax_step(own, warp_rows);
         lane_row.apply_to_weights(own, keys, first_key);

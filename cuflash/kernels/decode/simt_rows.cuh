@@ -105,8 +105,8 @@ struct LaneRow {
     }
     static __device__ __forceinline__ int row() { return threadIdx.x % 32 / LANES_OF_ROW; }
 
-    // S becomes scores.
-    __device__ __forceinline__ void apply_score_mod(
+    // S, times the scale of K if there is one, becomes scores.
+    __device__ __forceinline__ void apply_scales_and_score_mod(
         OwnPairs& own, const WarpKeys& keys, int first_key) const {
         const int shift = mask.seqlen_k - mask.seqlen_q;
         #pragma unroll

@@ -131,7 +131,7 @@ __device__ __forceinline__ bool load_first_queries(
 // dQ = dS K of query tile q_tile, added to dQ.
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(
-    DqTurns<>& turns, SharedPlan& shared, const BackwardArguments& arrays,
+    DqSemaphore<>& dq_semaphore, SharedPlan& shared, const BackwardArguments& arrays,
     const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
     bool k_nonfinite) {
     QueryGrid::Sums dq;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void add_dq(
             return score_tile.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
         },
         k_nonfinite);
-    add_to_dq_in_order(turns, arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
+    add_to_dq_in_order(dq_semaphore, arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -177,7 +177,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
 
     // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     bool k_nonfinite = false;
-    DqTurns<> turns;
+    DqSemaphore<> dq_semaphore;
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
         const int tile_after = order.after(tile);
@@ -200,12 +200,12 @@ backward_fma(const __grid_constant__ Arguments call_args) {
         write_weights(shared.weights.at, ScoreGrid::first_row(), ScoreGrid::first_column(), ds);
         __syncthreads();                                    // dS is written
         add_dq<MASKED>(
-            turns, shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
+            dq_semaphore, shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
         gemm_atb_ahead<MASKED>(
             dk, shared.weights.at, KeyGrid::first_row(), shared.q, KeyGrid::first_column(),
             KeyVisibility{score_tile, KeyGrid::first_row()}, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
-        turns.pass_on();
+        dq_semaphore.release();
         loader.load_q(next_head, next_tile);
     };
 

@@ -198,7 +198,7 @@ __device__ __forceinline__ void compute_scores(
 // d2Q = T K + dS ddK of query tile q_tile, with the scale in T and dS, added to d2Q.
 template <bool MASKED>
 __device__ __forceinline__ void add_d2q(
-    DqTurns<>& turns, const SharedPlan& shared, const BackwardArguments& arrays,
+    DqSemaphore<>& dq_semaphore, const SharedPlan& shared, const BackwardArguments& arrays,
     const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
     bool nonfinite) {
     const auto visible = [&](int i, int key) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void add_d2q(
     if constexpr (K_DOT)
         gemm_ab<MASKED, BLOCK_K>(
             d2q, shared.ds.at + row, shared.k_dot, 0, column, visible, nonfinite);
-    add_to_dq_in_order(turns, arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
+    add_to_dq_in_order(dq_semaphore, arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
 }
 
 // d2K += T^T Q + dS^T ddQ.
@@ -257,7 +257,7 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
 
     // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     Nonfinite nonfinite{};
-    DqTurns<> turns;
+    DqSemaphore<> dq_semaphore;
     const auto iterate = [&](auto masked, const BiasTangent<float>& bias_tangent, int head,
                              int tile) {
         constexpr bool MASKED = masked.value;
@@ -281,10 +281,10 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
         write_weights(shared.weights.at, row, column, t);
         __syncthreads();                                    // T is written
         add_d2q<MASKED>(
-            turns, shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite.k);
+            dq_semaphore, shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite.k);
         add_d2k<MASKED>(d2k, shared, score_tile, nonfinite.q);
         __syncthreads();                                    // T, dS, Q and ddQ are free
-        turns.pass_on();
+        dq_semaphore.release();
         loader.load_q(next_head, next_tile);
     };
 

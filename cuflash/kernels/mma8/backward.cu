@@ -57,13 +57,13 @@ __device__ __forceinline__ void compute_scores(
 // dQ = dS K of query tile q_tile, added to dQ.
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(
-    DqTurns<>& turns, SharedPlan& shared, const BackwardArguments& arrays,
+    DqSemaphore<>& dq_semaphore, SharedPlan& shared, const BackwardArguments& arrays,
     const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
     bool k_nonfinite) {
     QueryGrid::Sums dq;
     set_zero<QueryGrid::M_TILES, QueryGrid::N_TILES>(dq);
     gradient_gemm<QueryGrid, false, MASKED>(dq, shared, shared.k, score_tile, k_nonfinite);
-    add_to_dq_in_order(turns, arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
+    add_to_dq_in_order(dq_semaphore, arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -98,7 +98,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
 
     // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     bool k_nonfinite = false;
-    DqTurns<> turns;
+    DqSemaphore<> dq_semaphore;
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
         const int tile_after = order.after(tile);
@@ -121,10 +121,10 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
         write_weights(shared, ds);
         __syncthreads();                                    // dS is written
         add_dq<MASKED>(
-            turns, shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
+            dq_semaphore, shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
         gradient_gemm<KeyGrid, true, MASKED>(dk, shared, shared.q, score_tile, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
-        turns.pass_on();
+        dq_semaphore.release();
         loader.load_q(next_head, next_tile);
     };
 

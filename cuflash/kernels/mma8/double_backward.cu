@@ -70,12 +70,12 @@ __device__ __forceinline__ void compute_scores(
 // T_X K + (g dS) ddK of query tile q_tile, added to d2Q.
 template <bool MASKED>
 __device__ __forceinline__ void add_d2q(
-    DqTurns<>& turns, const SharedPlan& shared, const BackwardArguments& arrays,
+    DqSemaphore<>& dq_semaphore, const SharedPlan& shared, const BackwardArguments& arrays,
     const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
     const Nonfinite& nonfinite) {
     QueryGrid::Sums d2q;
     compute_d2q<MASKED>(d2q, shared.tx, shared.others, shared, score_tile, nonfinite);
-    add_to_dq_in_order(turns, arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
+    add_to_dq_in_order(dq_semaphore, arrays, score_tile, coord, head, q_tile, num_q_tiles, d2q);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -107,7 +107,7 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
 
     // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     Nonfinite nonfinite;
-    DqTurns<> turns;
+    DqSemaphore<> dq_semaphore;
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
         const int tile_after = order.after(tile);
@@ -129,10 +129,10 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
         write_weights(shared.others, x.ds);
         __syncthreads();                                    // dS is written
         add_d2q<MASKED>(
-            turns, shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite);
+            dq_semaphore, shared, arrays, score_tile, coord, head, tile, num_q_tiles, nonfinite);
         add_to_d2k<MASKED>(d2k, shared.tx, shared.others, shared, score_tile, nonfinite);
         __syncthreads();                                    // the weights and Q, ddQ are free
-        turns.pass_on();
+        dq_semaphore.release();
         loader.load_q(shared, next_head, next_tile);
     };
 

@@ -202,7 +202,7 @@ __device__ __forceinline__ void compute_gradients(
     find_nonfinite_keys(nonfinite, shared);
 
     int stage_index = 0;
-    DqTurns<GradientWarps> turns;
+    DqSemaphore<GradientWarps> dq_semaphore;
     const auto add = [&](auto masked) {
         constexpr bool MASKED = masked.value;
         QueryStage& stage = shared.stages[stage_index];
@@ -214,7 +214,7 @@ __device__ __forceinline__ void compute_gradients(
         cp_async_wait<0>();
         if (walk.has(next)) barrier_arrive(Q_FULL, THREADS);
         GradientWarps::sync();                              // dO is free
-        turns.pass_on();
+        dq_semaphore.release();
         loader.load_dout(stage, second.head, second.tile);
         add_to_d2k<MASKED>(d2k, stage.tx, stage.ds, stage, score_tile, nonfinite);
         GradientWarps::sync();                              // Q and ddQ are free
@@ -224,7 +224,7 @@ __device__ __forceinline__ void compute_gradients(
         cp_async_wait<1>();
         if (walk.has(second)) barrier_arrive(DOUT_FULL + stage_index, THREADS);
         add_to_dq_in_order(
-            turns, arrays, score_tile, coord, visit.head, visit.tile, num_q_tiles, d2q);
+            dq_semaphore, arrays, score_tile, coord, visit.head, visit.tile, num_q_tiles, d2q);
         stage_index ^= 1;
         visit = next;
         next = second;
@@ -236,7 +236,7 @@ __device__ __forceinline__ void compute_gradients(
         if (score_tile.full(walk.order.tiles, visit.tile)) add(Bool<false>{});
         else add(Bool<true>{});
     }
-    turns.finish();
+    dq_semaphore.finish();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)

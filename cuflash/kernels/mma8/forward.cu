@@ -98,7 +98,7 @@ __device__ __forceinline__ void softmax_step(Scores& x, Rows& rows, Output& acc)
 
 // S becomes the scores of score_mod.cuh, -inf where the query does not see the key.
 template <bool MASKED>
-__device__ __forceinline__ void apply_score_mod(
+__device__ __forceinline__ void apply_score_mod_and_mask(
     Scores& s, const ScoreMod<Element>& score_mod, const LaneVisibility& visible) {
     const Shape& shape = visible.shape;
     #pragma unroll
@@ -220,7 +220,7 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
         __syncthreads();
         loader.load_v(tile);
         gemm_abt(s, shared.q, warp_row, shared.k, 0);
-        apply_score_mod<MASKED>(s, options.score_mod, visible);
+        apply_score_mod_and_mask<MASKED>(s, options.score_mod, visible);
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite(shared.v));

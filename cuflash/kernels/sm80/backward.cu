@@ -252,7 +252,7 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     // Main loop, one query tile per iteration. Its Q and dO are on their way to `stage`; the other
     // stage is free once all warps are past the first barrier.
     int stage = 0;
-    DqTurns<> turns;
+    DqSemaphore<> dq_semaphore;
     bool lacks_nonfinite = false;                           // the same in all threads
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
@@ -260,7 +260,7 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
         const u32 dout_smem = shared_address(&shared.dout[stage]);
         score_tile.q_start = tile * BLOCK_Q;
         const bool nonfinite = wait_for_queries<MASKED>(q_smem, dout_smem);
-        turns.pass_on();
+        dq_semaphore.release();
         if constexpr (MASKED) lacks_nonfinite |= nonfinite || k_nonfinite;
         if (NUM_STAGES == 2) loader.load(shared, stage ^ 1);
 
@@ -269,8 +269,8 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
 
         gradient_gemm<false, BLOCK_Q, MASKED>(
             dv, p_smem, dout_smem, ValueGrid::first_row(), ValueGrid::first_column(), nonfinite);
-        add_dq<MASKED>(turns, arrays, score_tile, coord, head, tile, num_q_tiles, ds_smem, k_smem,
-                       k_nonfinite);
+        add_dq<MASKED>(dq_semaphore, arrays, score_tile, coord, head, tile, num_q_tiles, ds_smem,
+                       k_smem, k_nonfinite);
         gradient_gemm<false, BLOCK_Q, MASKED>(
             dk, ds_smem, q_smem, KeyGrid::first_row(), KeyGrid::first_column(), nonfinite);
 
@@ -290,7 +290,7 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     }
 
     // Epilogue.
-    turns.finish();
+    dq_semaphore.finish();
     store_gradients(shared, arrays, coord, num_rows, dk, dv, scale);
     if (lacks_nonfinite) add_nonfinite_terms(args, coord, score_tile, tiles);
 }

@@ -32,7 +32,7 @@ __device__ __forceinline__ void gradient_gemm(
 // dQ = dS K of query tile q_tile, added to its float sums, DQ_SLICE tiles of columns at a time.
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(
-    DqTurns<>& turns, const BackwardArguments& arrays, const ScoreTile& score_tile,
+    DqSemaphore<>& dq_semaphore, const BackwardArguments& arrays, const ScoreTile& score_tile,
     TileCoord coord, int head, int q_tile, int num_q_tiles, u32 ds_smem, u32 k_smem,
     bool k_nonfinite) {
     const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void add_dq(
         gradient_gemm<true, BLOCK_K, MASKED>(
             dq, ds_smem, k_smem, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
             k_nonfinite);
-        if (first == 0) turns.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
+        if (first == 0) dq_semaphore.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
         #pragma unroll
         for (int m = 0; m < QueryGrid::M_TILES; ++m)
             #pragma unroll

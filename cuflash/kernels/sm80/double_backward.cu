@@ -189,7 +189,7 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
     // Main loop, one query tile per iteration. Its rows are on their way to `stage`; the other
     // stage is free once all warps are past the first barrier.
     int stage = 0;
-    DqTurns<> turns;
+    DqSemaphore<> dq_semaphore;
     const auto iterate = [&](auto masked, QueryWalk::Place next) {
         constexpr bool MASKED = masked.value;
         const BiasTangent<float> bias_tangent(args, 0, coord.batch, at.head);
@@ -197,7 +197,7 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         if constexpr (MASKED) nonfinite = __syncthreads_or(queries_nonfinite(shared, stage));
         else __syncthreads();
-        turns.pass_on();
+        dq_semaphore.release();
         if (NUM_STAGES == 2 && walk.has(next))
             load_queries(shared, args, coord.batch, next, stage ^ 1);
 
@@ -207,8 +207,8 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
         add_product<false, BLOCK_Q, MASKED>(
             d2v, shared.p_dot, shared.dout[stage], ValueGrid::first_row(),
             ValueGrid::first_column(), score_tile, nonfinite);
-        add_d2q<MASKED>(
-            turns, shared, arrays, score_tile, coord, at.head, at.tile, num_q_tiles, k_nonfinite);
+        add_d2q<MASKED>(dq_semaphore, shared, arrays, score_tile, coord, at.head, at.tile,
+                        num_q_tiles, k_nonfinite);
         add_product<false, BLOCK_Q, MASKED>(
             d2k, shared.tx, shared.q[stage], KeyGrid::first_row(), KeyGrid::first_column(),
             score_tile, nonfinite);
@@ -234,6 +234,6 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
         at = next;
     }
 
-    turns.finish();
+    dq_semaphore.finish();
     store_gradients(shared, arrays, coord, d2k, d2v);
 }

@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_product(
 // columns at a time.
 template <bool MASKED, class Shared>
 __device__ __forceinline__ void add_d2q(
-    DqTurns<>& turns, const Shared& shared, const BackwardArguments& arrays,
+    DqSemaphore<>& dq_semaphore, const Shared& shared, const BackwardArguments& arrays,
     const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
     bool nonfinite) {
     const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_d2q(
         if constexpr (K_DOT)
             add_product<true, BLOCK_K, MASKED>(
                 d2q, shared.ds, shared.k_dot, row, column, score_tile, nonfinite);
-        if (first == 0) turns.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
+        if (first == 0) dq_semaphore.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
         #pragma unroll
         for (int m = 0; m < QueryGrid::M_TILES; ++m)
             #pragma unroll

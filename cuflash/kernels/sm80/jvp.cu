@@ -192,7 +192,7 @@ jvp_sm80(const __grid_constant__ Arguments call_args) {
         loader.load_v<MASKED>(tile);
         score_gemms<Q_BYTES, K_BYTES>(
             s, w, q_smem, q_dot_smem, loader.k_smem, loader.k_dot_smem);
-        apply_score_mod(s, w, query_tile, bias_tangent, k_start);
+        scores_and_tangents(s, w, query_tile, bias_tangent, k_start);
         if constexpr (MASKED) apply_mask(s, w, query_tile, k_start);
         cp_async_wait<0>();
         bool nonfinite = false;                             // in V, V', the same in all threads

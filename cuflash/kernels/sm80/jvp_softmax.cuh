@@ -47,7 +47,7 @@ __device__ __forceinline__ bool sees(const QueryTile& query_tile, int query, int
 }
 
 // W = g scale X + B' and, not LINEAR, S becomes the scores of score_mod.cuh. X becomes W.
-__device__ __forceinline__ void apply_score_mod(
+__device__ __forceinline__ void scores_and_tangents(
     Scores& s, ScoreTangents& x, const QueryTile& query_tile,
     const BiasTangent<float>& bias_tangent, int k_start) {
     const ScoreMod<float>& score_mod = query_tile.score_mod;

@@ -4,16 +4,17 @@
 #include "sm90/backward_integer_dq.cuh"
 #include "sm90/backward_shared.cuh"
 
-// If DETERMINISTIC, key tiles take turns. The warp awaits its turn before the consumer is done, and
-// passes it on after the consumer has gone on, so that neither delays the consumer.
+// If DETERMINISTIC, key tiles add in the order of their ranks. The warp acquires the semaphore
+// before the consumer is done, and releases it after the consumer has gone on, so that neither
+// delays the consumer.
 __device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared, int consumer) {
     const int lane = threadIdx.x % 32;
     const u32 part = shared_address(&shared.staging[consumer]);
-    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
+    for_each_iteration(args, shared, [&](int query_tile, int rank, bool has_predecessors) {
         int* semaphore = dq_semaphores(args, query_tile) + consumer;
         if constexpr (DETERMINISTIC) {
             // Predecessors have smaller indices and have started: the wait ends (next_index).
-            if (has_predecessors && lane == 0) while (load_acquire(semaphore) != turn) {}
+            if (has_predecessors && lane == 0) while (load_acquire(semaphore) != rank) {}
             __syncwarp();
         }
         barrier_sync(DQ_FULL + consumer, DQ_THREADS);
@@ -29,7 +30,7 @@ __device__ __forceinline__ void add_dq(const Arguments& args, SharedPlan& shared
         if constexpr (DETERMINISTIC) {
             if (lane == 0) {
                 tma_store_wait<0>();
-                store_release(semaphore, turn + 1);
+                store_release(semaphore, rank + 1);
             }
             __syncwarp();
         }

@@ -60,20 +60,20 @@ __device__ __forceinline__ void compute_p(
     };
     if constexpr (SCORES_TWICE) {
         float weights[S_REGS];
-        apply_score_mod(weights, derivatives, s, args, pairs, fits_poly4);
+        scores_and_derivatives(weights, derivatives, s, args, pairs, fits_poly4);
         exponentiate(weights, rows, scale_log2);
         zero_masked(weights);
         pack_kept(weights);
     } else if constexpr (SCORES_BEND && !DBIAS) {
         float weights[S_REGS];
-        apply_score_mod(weights, s, s, args, pairs, fits_poly4);
+        scores_and_derivatives(weights, s, s, args, pairs, fits_poly4);
         exponentiate(weights, rows, scale_log2);
         zero_masked(weights);
         pack_kept(weights);
         #pragma unroll
         for (int i = 0; i < S_REGS; ++i) s[i] *= weights[i];
     } else {
-        if constexpr (!LINEAR) apply_score_mod(s, derivatives, s, args, pairs, fits_poly4);
+        if constexpr (!LINEAR) scores_and_derivatives(s, derivatives, s, args, pairs, fits_poly4);
         exponentiate(s, rows, scale_log2);
         zero_masked(s);
         pack_kept(s);

@@ -20,14 +20,14 @@ constexpr int SEMAPHORE_ACQUIRED = 1, DQ_ADDED = 2, SEMAPHORE_THREADS = WARPGROU
 template <class Shared>
 __device__ __forceinline__ void order_dq_additions(const Arguments& args, Shared& shared) {
     const int lane = threadIdx.x % 32;
-    for_each_iteration(args, shared, [&](int query_tile, int turn, bool has_predecessors) {
+    for_each_iteration(args, shared, [&](int query_tile, int rank, bool has_predecessors) {
         int* semaphore = dq_semaphores(args, query_tile);
         // Predecessors have smaller indices and have started: the wait ends (next_index).
-        if (lane == 0 && has_predecessors) while (load_acquire(semaphore) != turn) {}
+        if (lane == 0 && has_predecessors) while (load_acquire(semaphore) != rank) {}
         __syncwarp();
         barrier_arrive(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
         barrier_sync(DQ_ADDED, SEMAPHORE_THREADS);
-        if (lane == 0) store_release(semaphore, turn + 1);  // covers additions before the barrier
+        if (lane == 0) store_release(semaphore, rank + 1);  // covers additions before the barrier
         __syncwarp();
     });
 }

@@ -14,6 +14,7 @@
 #include "sm90/backward_constants.cuh"
 #include "sm90/semaphores.cuh"
 #include "common/packed_sequences.cuh"
+#include "sm90/pipeline.cuh"
 #include "sm90/wgmma.cuh"
 
 // ---- Work tiles ----
@@ -166,9 +167,9 @@ __device__ __forceinline__ int query_tile_index(
          + sequence.first_q / BLOCK_Q + sequence.number;
 }
 
-// Calls f(query_tile, turn, has_predecessors) for each of the block's iterations, by a whole warp:
+// Calls f(query_tile, rank, has_predecessors) for each of the block's iterations, by a whole warp:
 // query_tile is an index as above. If DETERMINISTIC, the key tiles that add to a query
-// tile's dQ do so in the order of `turn`, without gaps; the first of them has no predecessors.
+// tile's dQ do so in the order of `rank`, without gaps; the first of them has no predecessors.
 template <class Shared, class F>
 __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared& shared, F f) {
     const int lane = threadIdx.x % 32;
@@ -177,9 +178,9 @@ __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared
         if (work.tile < 0) break;
         __syncwarp();
         const auto sequence = sequence_of(work);
-        const int turn =
+        const int rank =
             LAST_KEYS_FIRST ? num_key_tiles(args, BLOCK_K) - 1 - work.tile : work.tile;
-        // The key tile of the turn before visits the query tiles [first_before, end_before).
+        // The key tile of the rank before visits the query tiles [first_before, end_before).
         const int first_before =
             LAST_KEYS_FIRST ? query_tiles(args, work.tile + 1, sequence).first : 0;
         constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
@@ -187,7 +188,7 @@ __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared
         release_work_tile(shared, state, lane == 0);
         QueryTileIterator it(args, query_tiles(args, work.tile, sequence), work);
         for (; it.remaining > 0; it.next(args, work))
-            f(query_tile_index(args, sequence, work.batch, it.head, it.tile), turn,
-              turn > 0 && it.tile >= first_before && (!BOUNDED || it.tile < end_before));
+            f(query_tile_index(args, sequence, work.batch, it.head, it.tile), rank,
+              rank > 0 && it.tile >= first_before && (!BOUNDED || it.tile < end_before));
     }
 }

@@ -7,7 +7,7 @@
 
 // Loads 16-bit biases; for a pair past the array's end, the bias of another pair. A warp has 16
 // keys, from key - lane / 4 on. It reads 8 queries by 8 keys at a time, in each lane two keys that
-// are neighbours in memory. apply_score_mod() transposes them to the lane's own pairs.
+// are neighbours in memory. apply_in_parts() transposes them to the lane's own pairs.
 __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& args, int part = 0) {
     if constexpr (BIAS && sizeof(Bias) == 2) {
         constexpr int COUNT = sizeof(pairs.biases) / sizeof(u32);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void apply_in_parts(
 }
 
 // Raw products S become scores and their derivatives.
-__device__ __forceinline__ void apply_score_mod(
+__device__ __forceinline__ void scores_and_derivatives(
     float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
     const Arguments& args, LanePairs& pairs, bool fits_poly4) {
     ScoreMod<float> score_mod(args);

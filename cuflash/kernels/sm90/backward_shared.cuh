@@ -107,8 +107,3 @@ __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
     shared.init();
     fence_mbarrier_init();
 }
-
-// The address of barrier i.
-template <int N> __device__ __forceinline__ u32 barrier_at(const u64 (&barriers)[N], int i) {
-    return shared_address(&barriers) + static_cast<int>(sizeof(u64)) * i;
-}

@@ -8,12 +8,6 @@
 #include "sm90/forward_recompute.cuh"
 #include "sm90/forward_scores.cuh"
 
-// Waits until a stage is full.
-template <int STAGES>
-__device__ __forceinline__ void pipeline_wait(u32 full, const PipelineState<STAGES>& stage) {
-    mbarrier_wait(full + 8 * stage.index, stage.phase);
-}
-
 // A thread's share of the matrices. Not members of Consumer: the compiler would then keep its
 // scalars in local memory until it has unrolled the loops over these arrays.
 struct Fragments {

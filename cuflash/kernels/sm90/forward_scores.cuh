@@ -51,7 +51,7 @@ __device__ __forceinline__ void wait_for_biases(u32 (&pairs)[BLOCK_K / 16][4], S
 // S = Q K^T becomes scores (ScoreMod). added(half, key): the ALiBi term plus the bias of a pair,
 // keys counted from the lane's first.
 template <class Added>
-__device__ __forceinline__ void apply_score_mod(
+__device__ __forceinline__ void apply_score_mod_adding(
     float (&s)[S_COUNT], const ScoreMod<float>& score_mod, const Added& added) {
     if constexpr (SOFTCAP)
         if (score_mod.fits_tanh_poly4(s)) {
@@ -84,13 +84,13 @@ __device__ __forceinline__ void apply_built_in(
         if (bias_staged) {
             u32 pairs[BLOCK_K / 16][4];
             wait_for_biases(pairs, shared);
-            return apply_score_mod(s, score_mod, [&](int half, int key) {
+            return apply_score_mod_adding(s, score_mod, [&](int half, int key) {
                 const u32 pair = pairs[key / 16][key / 8 % 2 * 2 + half];
                 return score_mod.addend(past + static_cast<float>(half * 8 - key),
                                        of_pair<Bias>(pair, key % 2));
             });
         }
-    apply_score_mod(s, score_mod, [&](int half, int key) {
+    apply_score_mod_adding(s, score_mod, [&](int half, int key) {
         return score_mod.addend(past + static_cast<float>(half * 8 - key),
                                score_mod.bias_of(first_row + half * 8, first_key + key));
     });

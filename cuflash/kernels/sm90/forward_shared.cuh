@@ -8,6 +8,7 @@
 #include "common/packed_sequences.cuh"
 #include "sm90/alibi_mma.cuh"
 #include "sm90/consumer_constants.cuh"
+#include "sm90/pipeline.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 

@@ -46,6 +46,7 @@
 #include "score/directions.cuh"
 #include "sm90/consumer_constants.cuh"
 #include "sm90/forward_softmax.cuh"
+#include "sm90/pipeline.cuh"
 #include "sm90/score_mask.cuh"
 #include "sm90/jvp_weights.cuh"
 

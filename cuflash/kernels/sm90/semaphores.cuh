@@ -15,7 +15,7 @@ __device__ __forceinline__ int* recompute_flag(const Arguments& args, TileCoord 
          + key_tile.tile;
 }
 
-// The DQ_SEMAPHORES of a query tile, one for each part of its dQ. Each holds the turn of the key
+// The DQ_SEMAPHORES of a query tile, one for each part of its dQ. Each holds the rank of the key
 // tile that may add next. query_tile: an index among the query tiles of all heads.
 __device__ __forceinline__ int* dq_semaphores(const Arguments& args, int query_tile) {
     return arrays_of(args).dq_semaphores + query_tile * DQ_SEMAPHORES;

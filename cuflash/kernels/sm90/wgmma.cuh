@@ -1,5 +1,5 @@
-// Matmuls of a warpgroup (wgmma) on tiles of smem.cuh, and pipelines of such tiles. A tile's panel
-// of 64 columns has the layout that TMA copies and matrix descriptors call 128-byte swizzle.
+// Matmuls of a warpgroup (wgmma) on tiles of smem.cuh. A tile's panel of 64 columns has the layout
+// that TMA copies and matrix descriptors call 128-byte swizzle.
 #pragma once
 #include "common/smem.cuh"
 
@@ -132,46 +132,4 @@ __device__ __forceinline__ void store_to_array(
                 store_chunk(reinterpret_cast<u16*>(out) + half * 8 * stride + column,
                             {words[0], words[1], words[2], words[3]}, num_columns - column, true);
         }
-}
-
-// ---- Pipelines of tiles between a producer thread and consumer warpgroups ----
-
-// Which of STAGES stages is next, and the phase (its parity) that ends when the stage is full.
-template <int STAGES> struct PipelineState {
-    int index = 0;
-    u32 phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++index == STAGES) { index = 0; phase ^= 1; }
-    }
-    __device__ __forceinline__ int previous() const {
-        return index == 0 ? STAGES - 1 : index - 1;
-    }
-};
-
-__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 phase) {
-    while (!mbarrier_try_wait(barrier, phase)) {}
-}
-
-// Starts the copy of one tile, a panel of 64 columns at a time. `more`: bytes of other copies that
-// arrive at the same barrier.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void tma_load_tile(
-    u32 tile, const TensorMap& map, u32 full, int token, int head, int batch, int more = 0) {
-    mbarrier_arrive_expect(full, ROWS * num_panels(COLUMNS) * PANEL_ROW_BYTES + more);
-    #pragma unroll
-    for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
-        tma_load(tile + panel * ROWS * PANEL_ROW_BYTES, map, full, panel * PANEL_COLUMNS, token,
-                 head, batch);
-}
-
-// Starts the store of rows of a tile of ROWS rows, from first_row on, as one bulk group: as many as
-// the map's boxes have.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void tma_store_tile(
-    const TensorMap& map, u32 tile, int first_row, int token, int head, int batch) {
-    #pragma unroll
-    for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
-        tma_store(map, tile + (panel * ROWS + first_row) * PANEL_ROW_BYTES,
-                  panel * PANEL_COLUMNS, token, head, batch);
-    tma_store_commit();
 }

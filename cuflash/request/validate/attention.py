@@ -9,12 +9,6 @@ from cuflash.errors import UnsupportedError
 from cuflash.request import checks, traced
 from cuflash.request.options import ARRAYS, BY_NAME, TABLE
 from cuflash.request.problem import Call, Layout, Signature
-from cuflash.request.validate.arrays import (
-    AXES,
-    AXES_LSE,
-    MAX_LENGTH_OF_OPTIONS,
-    Arrays,
-)
 from cuflash.request.validate.descriptions import (
     describe,
     layout_of,
@@ -32,6 +26,12 @@ from cuflash.request.validate.scalars import (
     numbers_of,
     scalars_of,
     splits_of,
+)
+from cuflash.request.validate.shapes import (
+    AXES,
+    AXES_LSE,
+    MAX_LENGTH_OF_OPTIONS,
+    Arrays,
 )
 
 

@@ -17,11 +17,11 @@ from cuflash.request import checks
 from cuflash.request.layouts import broadcast_strides
 from cuflash.request.options import DIFFERENTIABLE, MOVED
 from cuflash.request.problem import Call, Layout, Signature, Tangents
-from cuflash.request.validate.arrays import in_full_rank
 from cuflash.request.validate.attention import signature_of, split_options
 from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.scalars import scalars_of
+from cuflash.request.validate.shapes import in_full_rank
 
 # The argument names of tangents and cotangents, by what they move.
 TANGENTS = {x: f"{x}_dot" for x in MOVED}

@@ -14,16 +14,16 @@ from cuflash.errors import (
 )
 from cuflash.request.options import ARRAYS
 from cuflash.request.problem import Layout
-from cuflash.request.validate.arrays import (
+from cuflash.request.validate.descriptions import layout_of
+from cuflash.request.validate.option_arrays import Sizes, check, check_array
+from cuflash.request.validate.rotary import check_cos_and_sin
+from cuflash.request.validate.shapes import (
     DTYPES,
     MAX_LENGTH_OF_OPTIONS,
     Arrays,
     axes_in_words,
     check_integers,
 )
-from cuflash.request.validate.descriptions import layout_of
-from cuflash.request.validate.option_arrays import Sizes, check, check_array
-from cuflash.request.validate.rotary import check_cos_and_sin
 
 FLOAT8 = "float8_e4m3fn"
 # CuPy has no float8 dtype: its users hold the bytes.

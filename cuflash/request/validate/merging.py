@@ -7,9 +7,9 @@ from typing import Any
 
 from cuflash.errors import DTypeError, type_name
 from cuflash.request.problem import Call, Signature
-from cuflash.request.validate.arrays import Arrays
 from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
+from cuflash.request.validate.shapes import Arrays
 
 
 def merge_states(**states: Any) -> Call:

@@ -14,8 +14,8 @@ from cuflash.errors import DTypeError, ShapeError
 from cuflash.request.layouts import broadcasts
 from cuflash.request.options import BY_NAME, Array
 from cuflash.request.problem import Layout
-from cuflash.request.validate.arrays import check_integers
 from cuflash.request.validate.descriptions import layout_of
+from cuflash.request.validate.shapes import check_integers
 
 
 @dataclass(frozen=True)

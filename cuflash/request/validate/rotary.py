@@ -10,12 +10,6 @@ from cuflash.errors import DTypeError, ShapeError, ValueRangeError
 from cuflash.request import checks
 from cuflash.request.layouts import broadcasts
 from cuflash.request.problem import Call, Layout, Rotary, Signature
-from cuflash.request.validate.arrays import (
-    AXES,
-    Arrays,
-    axes_in_words,
-    check_integers,
-)
 from cuflash.request.validate.descriptions import (
     describe,
     layout_of,
@@ -24,6 +18,12 @@ from cuflash.request.validate.descriptions import (
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.host_values import first, on_host
 from cuflash.request.validate.memory import check_apart, is_same
+from cuflash.request.validate.shapes import (
+    AXES,
+    Arrays,
+    axes_in_words,
+    check_integers,
+)
 
 
 def apply_rotary(

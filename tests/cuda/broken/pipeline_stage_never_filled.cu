@@ -1,5 +1,5 @@
 // On sm_90a: a consumer waits for a stage that its producer does not fill.
-#include "sm90/wgmma.cuh"
+#include "sm90/pipeline.cuh"
 
 struct Arguments { const float* x; float* out; };
 

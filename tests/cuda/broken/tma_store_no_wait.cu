@@ -1,5 +1,5 @@
 // On sm_90a: a bulk store that may still read shared memory after the block's end.
-#include "sm90/wgmma.cuh"
+#include "sm90/pipeline.cuh"
 
 struct Arguments { TensorMap out; const u32* x; };
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.reference import roofline, traffic, traffic_drafts
+from cuflash.reference import early_schedules, roofline, traffic
 from cuflash.reference.attention import attention, attention_vjp
 from cuflash.reference.traffic import Count, Sizes, total
 from helpers.reference_cases import ReferenceCase, assert_close, bounds
@@ -41,7 +41,7 @@ def run_backward(name, z):
     q, k, v, dout = case_of(z).arrays()
     out, lse = attention(q, k, v, scale=SCALE)
     saved = {"row_blocks": [out], "without_delta": [lse]}.get(name, [out, lse])
-    schedule = getattr(traffic_drafts, f"backward_{name}")
+    schedule = getattr(early_schedules, f"backward_{name}")
     return schedule(dout, q, k, v, *saved, **keywords(z, name))
 
 
@@ -54,22 +54,22 @@ def assert_out(z, slow):
 @given(sizes())
 def test_forward_row_blocks(z):
     q, k, v, _ = case_of(z).arrays()
-    slow = traffic_drafts.forward_row_blocks(
+    slow = early_schedules.forward_row_blocks(
         q, k, v, **keywords(z, "row_blocks")
     )
     assert_out(z, slow)
-    expected = traffic_drafts.forward_row_blocks_counts(z)
+    expected = early_schedules.forward_row_blocks_counts(z)
     assert traffic.counts_of(slow) == expected
 
 
 @given(sizes(), slots_of)
 def test_forward_output_slots(z, slots):
     q, k, v, _ = case_of(z).arrays()
-    slow = traffic_drafts.forward_output_slots(
+    slow = early_schedules.forward_output_slots(
         q, k, v, slots=slots, **keywords(z, "output_slots")
     )
     assert_out(z, slow)
-    expected = traffic_drafts.forward_output_slots_counts(z, slots)
+    expected = early_schedules.forward_output_slots_counts(z, slots)
     assert traffic.counts_of(slow) == expected
 
 
@@ -85,7 +85,7 @@ def test_backward_drafts(name, z):
     for which, gradient in zip(("dq", "dk", "dv"), expected, strict=True):
         got = slow[which].array
         assert_close(got, gradient, getattr(bound, which), which)
-    counts = getattr(traffic_drafts, f"backward_{name}_counts")(z)
+    counts = getattr(early_schedules, f"backward_{name}_counts")(z)
     assert traffic.counts_of(slow) == counts
 
 
@@ -96,7 +96,7 @@ def test_each_output_slot_saves_n_minus_1_stores():
     # [000], in rows: n stores a query, n - 1 fewer for each slot more.
     n, z = T, alike(block=1)
     stores = [
-        traffic_drafts.forward_output_slots_counts(z, slots)["out"].stores
+        early_schedules.forward_output_slots_counts(z, slots)["out"].stores
         for slots in range(n + 1)
     ]
     assert stores[0] == n * n * D and stores[n] == n * D
@@ -105,14 +105,14 @@ def test_each_output_slot_saves_n_minus_1_stores():
 
 def test_without_slots_it_is_key_outer():
     z = alike(block=3)
-    assert traffic_drafts.forward_output_slots_counts(
+    assert early_schedules.forward_output_slots_counts(
         z, 0
     ) == traffic.forward_key_outer_counts(z)
 
 
 def test_all_slots_store_o_as_query_outer_but_load_q_again():
     z = alike(block=3)
-    counts = traffic_drafts.forward_output_slots_counts(z, 4)
+    counts = early_schedules.forward_output_slots_counts(z, 4)
     inner = traffic.forward_query_outer_counts(z)
     assert counts["out"] == inner["out"] == Count(0, T * D)
     assert counts["q"].loads == 4 * inner["q"].loads
@@ -127,9 +127,9 @@ def test_row_blocks_move_t3_d_over_m(memory):
     forward = Sizes(t, t, d, d, roofline.forward_rows(memory, t))
     backward = Sizes(t, t, d, d, roofline.backward_rows(memory, t))
     once = 2 * t * d  # Q and O
-    counts = traffic_drafts.forward_row_blocks_counts(forward)
+    counts = early_schedules.forward_row_blocks_counts(forward)
     assert total(counts) - once == 2 * t**3 * d // memory
-    counts = traffic_drafts.backward_row_blocks_counts(backward)
+    counts = early_schedules.backward_row_blocks_counts(backward)
     assert total(counts) - 2 * once == 12 * t**3 * d // memory
 
 
@@ -153,7 +153,7 @@ def test_draft_loads_o_for_every_key_tile(n):
     # [003], Algorithm 7: gamma T_c times. Its successor stores delta.
     d = 5
     z = alike(block=T // n, head_dim=d)
-    draft = traffic_drafts.backward_key_outer_draft_counts(z)
+    draft = early_schedules.backward_key_outer_draft_counts(z)
     final = traffic.backward_key_outer_counts(z)
     assert draft["out"].loads == n * final["out"].loads
     more = total(draft) - total(final)
@@ -164,7 +164,7 @@ def test_draft_loads_o_for_every_key_tile(n):
 def test_delta_halves_the_loads_of_k_and_v():
     # [000]: "K and V are loaded once instead of twice".
     z = alike(block=3)
-    without = traffic_drafts.backward_without_delta_counts(z)
+    without = early_schedules.backward_without_delta_counts(z)
     with_it = traffic.backward_query_outer_counts(z)
     for name in ("k", "v"):
         assert without[name].loads == 2 * with_it[name].loads
@@ -178,7 +178,7 @@ def test_delta_saves_a_quarter_of_the_matrices():
     matrices = [
         sum(total({x: counts[x]}) for x in ("k", "v", "dk", "dv"))
         for counts in (
-            traffic_drafts.backward_without_delta_counts(z),
+            early_schedules.backward_without_delta_counts(z),
             traffic.backward_query_outer_counts(z),
         )
     ]

@@ -1,71 +1,14 @@
-"""Arrays of a traced call: only shapes and dtypes are known."""
+"""Checks of arguments that the rest of cuflash does not make."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cuflash import settings
 from cuflash.errors import DTypeError, UnsupportedError, type_name
-
-
-@dataclass(frozen=True, eq=False)
-class Abstract:
-    """A C-contiguous array without data, as `validate` reads arrays.
-
-    XLA's buffers are aligned, so the address counts as 0.
-
-    Attributes
-    ----------
-    shape : tuple of int
-    dtype : dtype
-    slot : int
-        Which of a callback's buffers holds the data.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    slot: int = -1
-    ptr: int = 0
-    device_id: int = 0
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides in bytes."""
-        return tuple(
-            self.dtype.itemsize * math.prod(self.shape[axis + 1 :])
-            for axis in range(len(self.shape))
-        )
-
-    def __getitem__(self, index: int) -> Abstract:
-        """The only element along the first axis, in the same memory."""
-        assert index == 0 and self.shape[0] == 1
-        return replace(self, shape=self.shape[1:])
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return self.dtype.itemsize * math.prod(self.shape)
-
-    @property
-    def data(self) -> Abstract:
-        """The memory, which has the address and the device."""
-        return self
-
-
-def abstract(array: Any, slot: int = -1) -> Abstract:
-    """An array, a tracer or an abstract value, without data."""
-    return Abstract(tuple(array.shape), np.dtype(array.dtype), slot)
 
 
 def check_array(name: str, array: Any) -> None:
@@ -135,20 +78,3 @@ def check_static(name: str, value: Any) -> None:
                 f"{name} is a JAX array, expected a Python value: it is "
                 f"compiled into the call (pass {value})"
             )
-
-
-def equally_varying(arrays: list[Any]) -> list[Any]:
-    """The arrays, marked as varying over the same axes of shard_map.
-
-    The transpose sums gradients over the axes along which an array was
-    replicated.
-    """
-    arrays = [jnp.asarray(x, dtype=x.dtype) for x in arrays]
-    types = [jax.typeof(x) for x in arrays]
-    axes = frozenset().union(*(x.mat.varying for x in types))
-    return [
-        jax.lax.pcast(x, tuple(axes - own), to="varying")
-        if (own := kind.mat.varying) != axes
-        else x
-        for x, kind in zip(arrays, types, strict=True)
-    ]

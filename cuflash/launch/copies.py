@@ -1,4 +1,4 @@
-"""New arrays, and copies that kernels can access."""
+"""Arrays that kernels can access: new ones, and copies."""
 
 from __future__ import annotations
 

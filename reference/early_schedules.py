@@ -39,10 +39,10 @@ Example
 stores of a tile of O, and its first load, of zeros.
 
 >>> import numpy as np
->>> from cuflash.reference import traffic, traffic_drafts
+>>> from cuflash.reference import traffic, early_schedules
 >>> q, k, v = np.random.default_rng(0).standard_normal((3, 16, 4))
 >>> for slots in (0, 1, 4):
-...     slow = traffic_drafts.forward_output_slots(
+...     slow = early_schedules.forward_output_slots(
 ...         q, k, v, block_q=4, block_k=4, slots=slots
 ...     )
 ...     print(slots, traffic.counts_of(slow)["out"])
