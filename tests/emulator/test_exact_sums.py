@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from helpers.compare import assert_arrays_equal
@@ -58,12 +58,12 @@ def test_a_sum_is_rounded_once(backend, width, data, seed):
         try:
             want = np.array([exact(x[places == i]) for i in range(SUMS)])
         except OverflowError:  # of a double
-            return
+            assume(False)
     if width == 32:
         assert_arrays_equal(found, want.astype(np.float32), "sums")
     else:  # the first digits are rounded twice
         bound = 2.0**-52 * np.abs(want) + 2.0**-1074
-        assert ((found == want) | (np.abs(found - want) <= bound)).all()
+        assert not np.any((found != want) & (np.abs(found - want) > bound))
 
 
 @on_both

@@ -59,8 +59,9 @@ PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
 
 def text_of(path):
-    """Return a page without comments, whose links may be broken."""
+    """Return a page without comments, whose links may be broken, and CUDA."""
     text = path.read_text(encoding="utf-8")
+    text = re.sub(r"```cuda\n.*?```", "", text, flags=re.DOTALL)
     return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
