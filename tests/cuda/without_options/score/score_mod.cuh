@@ -36,5 +36,10 @@ template <class Real> struct ScoreMod {
         derivatives.by_product = 1;
         return rounded(product, scale);
     }
-    void add_gradients(const Derivatives<Real>&, Real, int, int) const {}
+    template <class Pairs>
+    using ArraySums = typename ScoreExpression<Real>::template Gradients<Pairs>;
+    template <class Pairs>
+    void add_gradients(ArraySums<Pairs>&, const Pairs&, int, int, const Derivatives<Real>&,
+                       Real) const {}
+    template <class Pairs> void finish_gradients(ArraySums<Pairs>&, const Pairs&) const {}
 };
