@@ -56,8 +56,10 @@ __device__ __forceinline__ void compute_p_and_ds(
     const int first_key = ScoreGrid::first_column() + lane_column();
     using Pairs = LaneGrid<LaneAxis<ROWS, 1, LANE_ROWS, ROW_LANES>,
                            LaneAxis<KEYS, 1, LANE_COLUMNS, COLUMN_LANES>>;
-    const Pairs pairs{score_tile.q_start + ScoreGrid::first_row() + lane_row(),
-                      score_tile.k_start + first_key};
+    Pairs pairs{};
+    if constexpr (DMOD)
+        pairs = {score_tile.q_start + ScoreGrid::first_row() + lane_row(),
+                 score_tile.k_start + first_key};
     ScoreMod<float>::ArraySums<Pairs> sums;
     Kept<ROWS, KEYS> kept;
     if constexpr (DROPOUT)
@@ -85,7 +87,9 @@ __device__ __forceinline__ void compute_p_and_ds(
             const float z = DROPOUT && !kept.at(i, j) ? 0.0f : score_tile.dropout.factor;
             const auto gradient = [&] {                     // of a visible pair
                 const float ds = s[i][j] * ((DROPOUT ? z * dp[i][j] : dp[i][j]) - delta);
-                score_tile.add_gradients(sums, pairs, i, j, derivatives, ds);
+                score_tile.add_dbias(
+                    derivatives, ds, score_tile.q_start + row, score_tile.k_start + key);
+                score_tile.score_mod.add_gradients(sums, pairs, i, j, derivatives, ds);
                 return BENDS ? ds * derivatives.by_product : ds;
             };
             dp[i][j] = visible ? gradient() * scale : 0.0f;

@@ -21,9 +21,11 @@ __device__ __forceinline__ void compute_p_and_ds(
     Scores& s, Scores& dp, const SharedPlan& shared, const ScoreTile& score_tile,
     Element scale) {
     using Pairs = FragmentGrid<ScoreGrid::M_TILES * 2, ScoreGrid::N_TILES * 2>;
-    const Pairs pairs{
-        score_tile.q_start + ScoreGrid::first_row() + query_row(0),
-        score_tile.k_start + ScoreGrid::first_column() + static_cast<int>(threadIdx.x % 4 * 2)};
+    Pairs pairs{};
+    if constexpr (DMOD)
+        pairs = {
+            score_tile.q_start + ScoreGrid::first_row() + query_row(0),
+            score_tile.k_start + ScoreGrid::first_column() + static_cast<int>(threadIdx.x % 4 * 2)};
     ScoreMod<Element>::ArraySums<Pairs> sums;
     #pragma unroll
     for (int m = 0; m < ScoreGrid::M_TILES; ++m)
@@ -56,9 +58,11 @@ __device__ __forceinline__ void compute_p_and_ds(
                     Element z = 1;
                     if constexpr (DROPOUT) z = score_tile.dropout.z_of(kept, n * 2 + x % 2);
                     const Element dx = p * ((DROPOUT ? z * ds : ds) - delta);
-                    if (SUMS_SCORES && visible)
-                        score_tile.add_gradients(
+                    if (SUMS_SCORES && visible) {
+                        score_tile.add_dbias(derivatives, dx, query, score_tile.k_start + key);
+                        score_tile.score_mod.add_gradients(
                             sums, pairs, m * 2 + half, n * 2 + x % 2, derivatives, dx);
+                    }
                     ds = visible ? (BENDS ? dx * derivatives.by_product : dx) * scale : 0;
                     if (!visible) p = 0;
                     if constexpr (DROPOUT) p *= z;

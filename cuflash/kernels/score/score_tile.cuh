@@ -44,16 +44,10 @@ struct ScoreTile {
         if constexpr (MASK_MOD) pair_mask.set_head(first_head);
     }
 
-    // Adds ds, the gradient of the score of query i and key j of `pairs`, to dbias and to the sums
-    // of the user's arrays. It is 0 of a masked pair.
-    template <class Pairs>
-    __device__ __forceinline__ void add_gradients(
-        typename ScoreMod<Real>::template ArraySums<Pairs>& sums, const Pairs& pairs, int i, int j,
-        const Derivatives<Real>& derivatives, Real ds) const {
-        if constexpr (DBIAS)
-            dbias.add(pairs.query + Pairs::Queries::offset(i), pairs.key + Pairs::Keys::offset(j),
-                      SCORE_MOD ? ds * derivatives.by_bias : ds);
-        score_mod.add_gradients(sums, pairs, i, j, derivatives, ds);
+    // Adds ds, the gradient of a pair's score, to the sums of dbias. It is 0 of a masked pair.
+    __device__ __forceinline__ void add_dbias(
+        const Derivatives<Real>& derivatives, Real ds, int query, int key) const {
+        if constexpr (DBIAS) dbias.add(query, key, SCORE_MOD ? ds * derivatives.by_bias : ds);
     }
 
     // Row i is a query of the tile, column j a key. No row past seqlen_q is visible.

@@ -155,20 +155,24 @@ __device__ __forceinline__ void score_gradients(Scores& dp, const PackedScores& 
 // Adds the lane's dS, the gradients of scores, to the sums of dbias and of the user's arrays.
 __device__ __forceinline__ void add_score_gradients(
     const Scores& ds, const ScoreDerivatives& derivatives, const ScoreTile& score_tile) {
+    const int first_query = lane_query(score_tile), first_key = lane_key(score_tile);
     using Pairs = FragmentGrid<ScoreGrid::M_TILES * 2, ScoreGrid::N_TILES * 2>;
-    const Pairs pairs{lane_query(score_tile), lane_key(score_tile)};
+    const Pairs pairs{first_query, first_key};
     ScoreMod<float>::ArraySums<Pairs> sums;
     #pragma unroll
     for (int i = 0; i < ScoreGrid::M_TILES; ++i)
         #pragma unroll
         for (int j = 0; j < ScoreGrid::N_TILES; ++j)
             #pragma unroll
-            for (int x = 0; x < 4; ++x)
-                score_tile.add_gradients(
-                    sums, pairs, i * 2 + x / 2, j * 2 + x % 2,
-                    {derivatives.by_product[i][j][x], derivatives.by_bias[i][j][x],
-                     derivatives.argument[i][j][x]},
-                    ds[i][j][x]);
+            for (int x = 0; x < 4; ++x) {
+                const Derivatives<float> of_pair{
+                    derivatives.by_product[i][j][x], derivatives.by_bias[i][j][x],
+                    derivatives.argument[i][j][x]};
+                score_tile.add_dbias(of_pair, ds[i][j][x], first_query + i * 16 + x / 2 * 8,
+                                     first_key + j * 8 + x % 2);
+                score_tile.score_mod.add_gradients(
+                    sums, pairs, i * 2 + x / 2, j * 2 + x % 2, of_pair, ds[i][j][x]);
+            }
     score_tile.score_mod.finish_gradients(sums, pairs);
 }
 
