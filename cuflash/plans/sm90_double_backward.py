@@ -91,6 +91,7 @@ def _main(
         ("INTEGER_DQ", False),
         ("STAGES", tile.num_stages),
         ("Q_STAGES", q_stages),
+        ("SCORE_BENDS", False),
         ptxas_level=tile.ptxas_level,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ from helpers.backends import (
 )
 from helpers.compare import (
     assert_all,
+    assert_allclose,
     assert_arrays_equal,
     assert_bitwise,
     assert_finite,
@@ -76,7 +77,17 @@ def check_overflow(backend, case, factor):
             "name",
             name,
         )
-        assert_bitwise(x[~bad], sound[~bad], name)
+        if backend.name == "numpy":
+            # BLAS adds a row's products in an order that may depend on how
+            # many rows there are: two orders of n terms differ by at most
+            # 2 n units roundoff of their sizes, here of the largest result.
+            unit = np.finfo(np.promote_types(x.dtype, np.float32)).eps / 2
+            sizes = np.abs(sound[~bad].astype(np.float64))
+            largest = sizes[np.isfinite(sizes)].max(initial=0.0)
+            bound = 2 * case.seqlen_k * unit * largest
+            assert_allclose(x[~bad], sound[~bad], name, atol=bound)
+        else:
+            assert_bitwise(x[~bad], sound[~bad], name)
 
 
 @on_each_kind
