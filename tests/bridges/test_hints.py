@@ -70,7 +70,8 @@ def named(text):
     return found
 
 
-MAKERS = {"cu_seqlens", "rotary_tables", "segment_ids"}  # of arguments
+# Of arguments.
+MAKERS = {"cu_seqlens", "rotary_tables", "segment_ids", "tile_mask"}
 
 
 def test_all_functions_are_here():

@@ -4,6 +4,7 @@
 #include "score/expression.cuh"
 
 constexpr bool PAIRWISE = false, SKIPS_TILES = false;
+constexpr int HIDDEN_GROUPS = 0, VISIBILITY_OF_FLAG = 3, HIDDEN_SHIFT = 2;
 
 bool disjoint(IdRange a, IdRange b);
 

@@ -4,9 +4,15 @@
 #include "score/expression.cuh"
 #include "score/sink.cuh"
 
-constexpr bool LINEAR = true, BENDS = false;
+constexpr bool LINEAR = true, BUILT_IN = false, BENDS = false;
 
 struct BiasChunk { u32 words[4]; };
+
+template <class Mod>
+__device__ __forceinline__ bool reads_inside(const Mod&, int, int, int, int) { return false; }
+template <class User, class Compute>
+void with_reads_tested(const User&, int, int, int, int, Compute);
+template <class User> void limit_reads(const User&, int);
 
 template <class Real> struct Derivatives { Real by_product = 1, by_bias = 1, argument = 0; };
 
