@@ -25,8 +25,8 @@ class Distance(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def distance_bounds(mask: Node) -> tuple[Distance, Node | None]:
     """The bounds that a mask sets to the distance, and the rest of it."""
-    low: int | None = None
-    high: int | None = None
+    lows: list[int] = []
+    highs: list[int] = []
     rest: Node | None = None
     for condition in _conditions(mask):
         found = _bounds_of(condition)
@@ -35,16 +35,10 @@ def distance_bounds(mask: Node) -> tuple[Distance, Node | None]:
                 "bitwise_and", rest, condition
             )  # fmt: skip
             continue
-        for bound in found:
-            if bound.at_least is not None:
-                low = max(
-                    bound.at_least, bound.at_least if low is None else low
-                )
-            if bound.at_most is not None:
-                high = min(
-                    bound.at_most, bound.at_most if high is None else high
-                )
-    return Distance(low, high), rest
+        lows += [x.at_least for x in found if x.at_least is not None]
+        highs += [x.at_most for x in found if x.at_most is not None]
+    bounds = Distance(max(lows, default=None), min(highs, default=None))
+    return bounds, rest
 
 
 def _conditions(mask: Node) -> list[Node]:
@@ -201,7 +195,5 @@ def _replaced(root: Node, old: Node) -> Node:
         if node in found:
             continue
         args = tuple(found[x] for x in node.args)
-        found[node] = node if args == node.args else nodes.make(
-            node.op, node.kind, args, node.value
-        )  # fmt: skip
+        found[node] = nodes.with_args(node, args)
     return found[root]

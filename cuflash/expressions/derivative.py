@@ -8,7 +8,7 @@ gradient. `where`, `minimum`, `maximum` take the branch that was taken.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
 
 from cuflash.expressions import nodes
 from cuflash.expressions.functions import FUNCTIONS, apply
@@ -70,7 +70,7 @@ def _product(adjoint: Node, partial: Node) -> Node:
             return apply("where", taken, *(
                 adjoint if x.value else none for x in branches
             ))  # fmt: skip
-    if partial.is_constant and nodes.finite(partial.value):
+    if partial.is_constant and math.isfinite(partial.value):
         return apply("multiply", partial, adjoint)
     return apply("product_if", adjoint, partial)
 
@@ -84,8 +84,3 @@ def _moving(root: Node) -> set[Node]:
         if node.kind == "real" and (leaf or moved):
             found.add(node)
     return found
-
-
-def reach(roots: Iterable[Node]) -> frozenset[int]:
-    """The slots of the arrays that roots read."""
-    return frozenset(x.value[0] for x in nodes.gathers(roots))

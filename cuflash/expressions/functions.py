@@ -2,8 +2,8 @@
 
 A row says what NumPy computes, what NumPy's ufuncs call it, what kind its
 result has, and its partial derivatives. The kernels' functions of the same
-names stand in kernels/score/expression_functions.cuh, those of intervals in
-expression_intervals.cuh.
+names stand in kernels/score/expression_functions.cuh, for numbers and for
+intervals of them (intervals.cuh).
 """
 
 from __future__ import annotations

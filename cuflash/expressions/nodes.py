@@ -7,7 +7,6 @@ Constants are folded when a node is made.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Container, Iterable, Iterator
@@ -127,6 +126,13 @@ def in_order(roots: Iterable[Node], known: Container[Node] = ()) -> list[Node]:
     return [*found]
 
 
+def with_args(node: Node, args: tuple[Node, ...]) -> Node:
+    """The same operation on other operands, not folded."""
+    if args == node.args:
+        return node
+    return make(node.op, node.kind, args, node.value)
+
+
 def gathers(roots: Iterable[Node]) -> Iterator[Node]:
     return (x for x in in_order(roots) if x.op == "gather")
 
@@ -143,7 +149,3 @@ def is_number(value: Any) -> bool:
 def same_constant(node: Node, value: float) -> bool:
     """Whether a node is the constant `value`, of any kind."""
     return node.is_constant and node.value == value
-
-
-def finite(value: float) -> bool:
-    return math.isfinite(value)

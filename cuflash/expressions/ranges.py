@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from cuflash.expressions import nodes
 from cuflash.expressions.nodes import Node
 
 Range = tuple[float, float]
+_T = TypeVar("_T")
 
 # Sequences of calls with options have fewer tokens, arrays' axes fewer
 # elements, than 2^30 and 2^31 (request/validate).
@@ -132,14 +134,21 @@ def _of(node: Node, args: list[Range]) -> Range:
     return (low, high) if fits else _ALL
 
 
+def _remembered(
+    node: Node,
+    known: weakref.WeakKeyDictionary[Node, _T],
+    of: Callable[[Node, list[_T]], _T],
+) -> _T:
+    """What follows from operands, kept in `known` for all that node needs."""
+    if node not in known:
+        for x in nodes.in_order([node], known):
+            known[x] = of(x, [known[y] for y in x.args])
+    return known[node]
+
+
 def range_of(node: Node) -> Range:
     """The smallest and the largest value that an int may have."""
-    known = _KNOWN.get(node)
-    if known is None:
-        for x in nodes.in_order([node], _KNOWN):
-            _KNOWN[x] = _of(x, [_KNOWN[y] for y in x.args])
-        known = _KNOWN[node]
-    return known
+    return _remembered(node, _KNOWN, _of)
 
 
 def fits_int32(node: Node) -> bool:
@@ -152,12 +161,7 @@ _WIDE: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
 
 def is_wide(node: Node) -> bool:
     """Whether an int is computed in 64 bits."""
-    known = _WIDE.get(node)
-    if known is None:
-        for x in nodes.in_order([node], _WIDE):
-            _WIDE[x] = _is_wide(x, [_WIDE[y] for y in x.args])
-        known = _WIDE[node]
-    return known
+    return _remembered(node, _WIDE, _is_wide)
 
 
 def _is_wide(node: Node, args: list[bool]) -> bool:

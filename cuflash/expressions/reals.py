@@ -38,10 +38,7 @@ def in_reals(root: Node) -> Node:
             real = _real_of(node.args[0], signed)
         if real is None:
             args = tuple(found[x] for x in node.args)
-            same = args == node.args
-            real = node if same else nodes.make(
-                node.op, node.kind, args, node.value
-            )  # fmt: skip
+            real = nodes.with_args(node, args)
         found[node] = real
     return found[root]
 

@@ -304,7 +304,6 @@ class _Body:
         scatters: bool = False,
     ) -> None:
         self._arrays, self._exact = arrays, exact
-        self._scatters = scatters
         every = nodes.in_order(roots)
         self._names = {x: f"n{i}" for i, x in enumerate(every)}
         self._wide = {x: ranges.is_wide(x) for x in every}
@@ -326,7 +325,7 @@ class _Body:
                     f"        {declared}{self._names[node]} ="
                     f" {self._value(node)};"
                 )
-        if gathers or self._scatters:
+        if gathers or scatters:
             self.members.append("    const Arguments* args = nullptr;")
             self.set_head.insert(0, "        this->args = &args;")
         for gather in gathers:

@@ -123,7 +123,7 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
                 " one of them: no other option reads it"
             )
         return Recorded()
-    given, names, values_of = _given(
+    given, unread, values_of = _given(
         tuple([(n, x.dtype, x.shape, x.strides) for n, x in arrays.items()]),
         tuple([(name, type(x)) for name, x in values.items()]),
     )
@@ -131,8 +131,7 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     for role, function in functions:
         graph, read = trace.recorded(function, role, given)
         found.append((role, graph))
-        names = names - read
-    unread = names
+        unread = unread - read
     if unread:
         name = min(unread)
         raise ExpressionError(
