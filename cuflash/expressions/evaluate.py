@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.errors import ValueRangeError
 from cuflash.expressions import nodes, ranges
 from cuflash.expressions.functions import FUNCTIONS
 from cuflash.expressions.nodes import Node
@@ -25,17 +24,10 @@ class ModArrays:
     Parameters
     ----------
     arrays, numbers : sequence
-    check : bool
-        Whether an index outside an array raises a ValueRangeError.
     """
 
-    def __init__(
-        self,
-        arrays: Sequence[Any],
-        numbers: Sequence[Any],
-        check: bool = False,
-    ) -> None:
-        self.arrays, self.numbers, self.check = arrays, numbers, check
+    def __init__(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> None:
+        self.arrays, self.numbers = arrays, numbers
         self._flat: dict[int, np.ndarray] = {}
 
     def flat(self, slot: int) -> np.ndarray:
@@ -276,12 +268,6 @@ class Values:
                 return block.astype(dtype, copy=False)
         elements = self._given.flat(slot)
         first, place, inside = self.place(node)
-        if self._given.check and not (elements.size and np.all(inside)):
-            raise ValueRangeError(
-                f"mod_arrays[{slot}] is read outside its shape"
-                f" {array.shape}, expected indices within:"
-                " CUFLASH_CHECK=1 does not let them read 0"
-            )
         if not elements.size:
             return np.zeros(np.shape(place), dtype)
         value: np.ndarray

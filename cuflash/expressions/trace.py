@@ -300,9 +300,11 @@ class ArraySymbol:
         kind: Kind = "real"
         if dtype.kind in "biu":
             kind = "bool" if dtype.kind == "b" else "int"
-        return _limited(
-            nodes.make("gather", kind, indices, (self.slot, self.kind.dtype))
-        )
+        read = (self.slot, self.kind.dtype)
+        found = _limited(nodes.make("gather", kind, indices, read))
+        if _NOW.reads is not None:
+            _NOW.reads.setdefault(found.node, _place())
+        return found
 
     def _index(self, given: Any) -> Node:
         if isinstance(given, (slice, type(None), type(...))):
@@ -389,19 +391,28 @@ def _as_kind(node: Node, kind: Kind) -> Node:
     return converted(node, kind)
 
 
-class _Count(threading.local):
-    """The operations of the function that a thread records."""
+class _Recording(threading.local):
+    """Of the function that a thread records.
+
+    Attributes
+    ----------
+    nodes : int
+        How many operations it has recorded.
+    reads : dict of Node to str, or None
+        Where it reads arrays; None: nobody asks.
+    """
 
     nodes = 0
+    reads: dict[Node, str] | None = None
 
 
-_COUNT = _Count()
+_NOW = _Recording()
 
 
 def _limited(node: Node) -> Symbol:
     """The symbol of a new node, if there are not too many."""
-    _COUNT.nodes += 1
-    if _COUNT.nodes > MOST_NODES:
+    _NOW.nodes += 1
+    if _NOW.nodes > MOST_NODES:
         refuse(
             f"the function computes more than {MOST_NODES} values a pair",
             "put what a loop or a recursion computes into an array of"
@@ -551,7 +562,7 @@ def record(
         Symbol(SCORE if name == "score" else nodes.index(name))
         for name in _POSITIONAL[role]
     ]
-    _COUNT.nodes = 0
+    _NOW.nodes = 0
     try:
         result = function(*arguments, **keywords)
     except CuflashError:
@@ -731,6 +742,16 @@ def _faults_within(
 
 
 # ---- Remembering ----
+
+
+def place_of_read(function: Any, role: str, given: Given, gather: Node) -> str:
+    """The file and line of a recorded function that read an array."""
+    _NOW.reads = {}
+    try:
+        record(function, role, given)
+        return _NOW.reads.get(gather, _where(function, role))
+    finally:
+        _NOW.reads = None
 
 
 _RECORDED: dict[Any, tuple[Node, frozenset[str]]] = {}

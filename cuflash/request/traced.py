@@ -24,7 +24,7 @@ from cuflash.errors import (
     in_words,
 )
 from cuflash.expressions import nodes, trace
-from cuflash.expressions.nodes import Kind
+from cuflash.expressions.nodes import Kind, Node
 from cuflash.expressions.text import DTYPES, MOST_AXES
 from cuflash.request import layouts
 from cuflash.request.problem import Layout, Signature
@@ -123,10 +123,7 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
                 " one of them: no other option reads it"
             )
         return Recorded()
-    given, unread, values_of = _given(
-        tuple([(n, x.dtype, x.shape, x.strides) for n, x in arrays.items()]),
-        tuple([(name, type(x)) for name, x in values.items()]),
-    )
+    given, unread, values_of = _given(*_kinds_of(options))
     found: list[tuple[str, Any]] = []
     for role, function in functions:
         graph, read = trace.recorded(function, role, given)
@@ -146,6 +143,25 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
         tuple(found),
         tuple(arrays),
         tuple([_checked(x, y) for x, y in values.items()]) if values else (),
+    )
+
+
+def place_of_read(options: Mapping[str, Any], role: str, gather: Node) -> str:
+    """The user's file and line that read an array, and the array's name."""
+    given = _given(*_kinds_of(options))[0]
+    place = trace.place_of_read(options[role], role, given, gather)
+    return f"{place}: {named(given.arrays[gather.value[0]][0])}"
+
+
+def _kinds_of(
+    options: Mapping[str, Any],
+) -> tuple[tuple[tuple, ...], tuple[tuple[str, type], ...]]:
+    """The arguments of `_given`."""
+    arrays = {x: y for x, y in options.items() if x.startswith(_MARK)}
+    values = options.get("mod_arrays", {})
+    return (
+        tuple([(n, x.dtype, x.shape, x.strides) for n, x in arrays.items()]),
+        tuple([(name, type(x)) for name, x in values.items()]),
     )
 
 

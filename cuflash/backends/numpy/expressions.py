@@ -28,7 +28,6 @@ from cuflash.reference.options import Options, Tile
 from cuflash.reference.scores import reduce_to_shape
 from cuflash.request.problem import Call
 from cuflash.request.traced import slot
-from cuflash.settings import read
 
 GRAIN = 64  # keys whose visibility intervals decide together
 FEW_KEYS = 128  # are tested sooner than intervals decide
@@ -55,8 +54,7 @@ class Recorded:
         names = map(slot, range(len(p.mod_arrays)))
         self.arrays = tuple(call.options[x] for x in names)
         self.numbers = call.mod_numbers
-        check = read("CUFLASH_CHECK") == "1"
-        self.given = ModArrays(self.arrays, self.numbers, check)
+        self.given = ModArrays(self.arrays, self.numbers)
         self.buffers = Buffers()
         self.sums = {x: np.zeros(self.arrays[x].shape) for x in p.return_dmod}
         self.extremes = Extremes(self.arrays)
@@ -208,7 +206,7 @@ class Expressions:
     def visible(self, tile: Tile) -> np.ndarray:
         """Return the tile's pairs, broadcastable to all."""
         assert self.recorded.mask is not None
-        values = Values(self._of(tile), self.recorded.given, self.real)
+        values = Values(self.leaves(tile), self.recorded.given, self.real)
         return np.asarray(*values.of(self.recorded.mask))
 
     def _flags(self, rows: slice, grain: int) -> np.ndarray:
@@ -275,14 +273,15 @@ class Expressions:
             return Gathered(block, None, by)
         return Gathered(total.reshape(-1), values.place(gather), by)
 
-    def _of(self, tile: Tile) -> dict[Node, Any]:
+    def leaves(self, tile: Tile) -> dict[Node, Any]:
+        """What all but scores follow from, of a tile."""
         query = np.arange(*tile[:2], dtype=np.int32)
         key = np.arange(*tile[2:], dtype=np.int32)
         return self._leaves | {_QUERY: query[:, None], _KEY: key[None]}
 
     def _values(self, x: np.ndarray, tile: Tile) -> Values:
         """Values of a tile; their memory is the next tile's, too."""
-        recorded, leaves = self.recorded, self._of(tile)
+        recorded, leaves = self.recorded, self.leaves(tile)
         leaves[nodes.SCORE] = x
         return Values(leaves, recorded.given, self.real, recorded.buffers)
 

@@ -77,7 +77,7 @@ def parts(
     options : the call's. Beside v, what backward has and tangents are BOUNDED
     up to `largest`.
     """
-    for part in _sequences(call, options):
+    for part in sequences(call, options):
         moved = [part.of(x) for x in directions]
         values = Values(part.of(arrays), moved, largest)
         found = values.kinds(part.options)
@@ -97,7 +97,7 @@ def parts(
             yield one
 
 
-def _sequences(call: Call, options: dict[str, Any]) -> Iterator[Part]:
+def sequences(call: Call, options: dict[str, Any]) -> Iterator[Part]:
     """The whole call, or each of its packed sequences."""
     p = call.problem
     if p.num_sequences is None:

@@ -169,6 +169,16 @@ class Scores:
             if visible is None or visible.any():
                 yield tile, visible
 
+    def tiles_of_options(
+        self, rows: slice
+    ) -> Iterator[tuple[Tile, np.ndarray | None]]:
+        """The same, whatever mask_mod hides; masks that hide all, too."""
+        first, end = self._seen(rows)
+        for start in range(first, end, self.block_k):
+            stop = min(start + self.block_k, end)
+            tile = Tile(rows.start, rows.stop, start, stop)
+            yield tile, self.pairs.visible(tile) if self.masked else None
+
     def _runs(
         self, rows: slice, first: int, end: int
     ) -> Iterator[tuple[int, int, bool]]:
@@ -195,8 +205,7 @@ class Scores:
         self, tile: Tile, visible: np.ndarray | None, *, bends: bool = False
     ) -> tuple[np.ndarray, Cap | None]:
         """Return S, and the softcap if there is one."""
-        s, cap = self._capped(tile, bends)
-        s = self._modified(s, tile)
+        s, cap = self.before_mod(tile, bends=bends)
         if self.expressions is not None and self.expressions.score:
             s = self.expressions.scored(s, tile)
         return _masked(s, visible), cap
@@ -207,10 +216,16 @@ class Scores:
         """Return S, and the derivatives of the softcap and of score_mod."""
         if self.expressions is None or not self.expressions.score:
             return *self.of(tile, visible), None
-        s, cap = self._capped(tile, bends=False)
-        s = self._modified(s, tile)
+        s, cap = self.before_mod(tile)
         s, slopes = self.expressions.differentiated(s, tile, visible)
         return _masked(s, visible), cap, slopes
+
+    def before_mod(
+        self, tile: Tile, *, bends: bool = False
+    ) -> tuple[np.ndarray, Cap | None]:
+        """Return what score_mod gets, and the softcap if there is one."""
+        s, cap = self._capped(tile, bends)
+        return self._modified(s, tile), cap
 
     def _capped(
         self, tile: Tile, bends: bool
