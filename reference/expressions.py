@@ -446,9 +446,10 @@ def _where(condition: Any, x: Any, y: Any) -> Dual:
     )
 
 
-def _clip(x: Any, a_min: Any = None, a_max: Any = None) -> Dual:
-    """Return minimum(maximum(x, a_min), a_max)."""
-    x = _dual(x)
+def _clip(x: Any, a_min: Any = None, a_max: Any = None, **named: Any) -> Dual:
+    """Return minimum(maximum(x, a_min), a_max); NumPy's min and max, too."""
+    x, a_min = _dual(x), named.get("min", a_min)
+    a_max = named.get("max", a_max)
     if a_min is not None:
         x = _apply(np.maximum, x, _dual(a_min))
     if a_max is not None:

@@ -37,6 +37,7 @@ MOST_NODES = 2000
 _OURS_AND_THEIRS = tuple(
     f"{Path(file).parent}{os.sep}" for file in (__file__, np.__file__)
 )
+_LIBRARIES = "torch", "jax", "cupy"  # nor theirs, where they are imported
 _POSITIONAL = {
     "score_mod": ("score", *INDICES),
     "mask_mod": INDICES,
@@ -78,10 +79,10 @@ def _is_users(file: str) -> bool:
     """Whether code of that file is the user's; typed text is, as <stdin>."""
     if file.startswith(("<__array_function__", "<frozen ")):
         return False
-    torch = sys.modules.get("torch")
-    of_torch = getattr(torch, "__file__", None)
-    if of_torch and file.startswith(f"{Path(of_torch).parent}{os.sep}"):
-        return False
+    for library in map(sys.modules.get, _LIBRARIES):
+        own = getattr(library, "__file__", None)
+        if own and file.startswith(f"{Path(own).parent}{os.sep}"):
+            return False
     return not file.startswith(_OURS_AND_THEIRS)
 
 
@@ -149,8 +150,19 @@ class Symbol:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Symbol:
-        name = function.__name__
-        return _called_with(f"torch.{name}", args, kwargs or {})
+        name = function.__name__.strip("_")
+        told = {
+            x: y for x, y in (kwargs or {}).items()
+            if not (y is None or y is False)
+        }  # fmt: skip
+        if name in ("max", "min"):  # of two values, else along an axis
+            if len(args) != 2 or not all(isinstance(x, cls) for x in args):
+                refuse(
+                    f"torch.{name} but of two traced values",
+                    f"write torch.{name}imum(a, b)",
+                )
+            name = f"{name}imum"
+        return _called_with(f"torch.{name}", args, told)
 
     # Python's.
 
@@ -225,9 +237,9 @@ class Symbol:
             refuse("round() to digits", "write np.rint(x * 100) / 100")
         return _called("round", "rint", (self,)).int()
 
-    def clip(self, low: Any = None, high: Any = None) -> Symbol:
+    def clip(self, *bounds: Any, **named: Any) -> Symbol:
         """As `numpy.clip`."""
-        return _clip(self, low, high)
+        return _called_with("x.clip", (self, *bounds), named)
 
     clamp = clip
 
@@ -357,6 +369,11 @@ def node_of(value: Any, what: str) -> Node:
         return nodes.constant(value)
     if isinstance(value, ArraySymbol):
         value._used()
+    if getattr(value, "ndim", None) == 0:  # its number may be on a device
+        refuse(
+            f"{what} is an array without axes",
+            "write its number, x.item(), or pass that by mod_arrays",
+        )
     if getattr(value, "ndim", None) is not None:
         refuse(
             f"{what} is an array that is not in mod_arrays",
@@ -434,7 +451,7 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
         factor = nodes.constant(1.0 if name == "reciprocal" else np.pi / 180)
         operation = "divide" if name == "reciprocal" else "multiply"
         return _limited(apply(operation, factor, x))
-    elif name in ("rsqrt", "sigmoid"):
+    elif name in ("relu", "rsqrt", "sigmoid"):
         return _limited(_composed(name, operands[0]))
     elif name not in BY_UFUNC:
         refuse(
@@ -475,6 +492,8 @@ def _check_kinds(words: str, name: str, operands: list[Node]) -> None:
 
 
 def _composed(name: str, x: Node) -> Node:
+    if name == "relu":
+        return apply("maximum", x, nodes.constant(0))
     one = nodes.constant(1.0)
     if name == "rsqrt":
         return apply("divide", one, apply("sqrt", x))
@@ -504,13 +523,12 @@ def _power(words: str, x: Node, exponent: Node) -> Node:
 def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
     """A function that is no ufunc: where, clip, and others by their name."""
     name = words.rpartition(".")[2].strip("_")
-    if name in ("clip", "clamp"):
-        given = [*args, *keywords.values()]
-        return _clip(*given)
+    if name in ("clip", "clamp") and keywords.keys() <= _BOUNDS.keys():
+        return _clip(*args, **{_BOUNDS[x]: y for x, y in keywords.items()})
     if keywords:
         refuse(
             f"{words} with {', '.join(keywords)} cannot be recorded",
-            f"write {words} without it",
+            _INSTEAD.get(next(iter(keywords)), f"write {words} without it"),
         )
     if name == "where" and len(args) != 3:
         refuse("np.where of a condition alone", "write np.where(c, a, b)")
@@ -524,8 +542,15 @@ def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
 
 _METHODS = {
     "radd": "add", "rmul": "multiply", "and": "bitwise_and",
-    "or": "bitwise_or", "xor": "bitwise_xor",
+    "or": "bitwise_or", "xor": "bitwise_xor", "clamp_min": "maximum",
+    "clamp_max": "minimum",
 }  # fmt: skip
+_BOUNDS = {"a_min": "low", "min": "low", "a_max": "high", "max": "high"}
+# For keywords of PyTorch's functions.
+_INSTEAD = {
+    "rounding_mode": "write a // b, which rounds down",
+    "alpha": "write a + alpha * b",
+}
 
 
 def _clip(x: Any, low: Any = None, high: Any = None) -> Symbol:
@@ -586,6 +611,12 @@ def _of_failure(error: Exception, at: str) -> str:
             place = f"{file}, line {trace.tb_lineno}"
         trace = trace.tb_next
     advice = ""
+    if str(Symbol) in str(error):  # a library's words for what it got
+        return (
+            f"{place}: a function of another library got a traced value:"
+            " write NumPy's of its name, such as np.where(condition, a, b)"
+            f" ({type(error).__name__}: {str(error).splitlines()[0]})"
+        )
     if isinstance(error, (IndexError, TypeError)):
         advice = (
             ": if it reads an array, pass it by mod_arrays and name it among"

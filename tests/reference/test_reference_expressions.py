@@ -247,6 +247,7 @@ BRANCHES = {
     "maximum of a number": (lambda x: np.maximum(1, x), [0, 0, 1]),
     "abs": (lambda x: abs(x - 1), [-1, 0, 1]),
     "clip": (lambda x: np.clip(x, 1, 1.5), [0, 1, 0]),
+    "clip, max": (lambda x: np.clip(x, max=1.5), [1, 1, 0]),
     "floor": (lambda x: x + np.floor(x), [1, 1, 1]),
     "remainder": (lambda x: x % 0.75, [1, 1, 1]),
     "of the divisor": (lambda x: 7.0 % (x + 2), [-3, -2, -1]),
