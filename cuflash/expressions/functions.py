@@ -231,7 +231,7 @@ _ARITHMETIC = (
         lambda y, args: (constant(-1.0),), "int",
     ),
     Function(
-        "absolute", np.abs, "same", ("abs", "fabs"),
+        "absolute", _quiet(np.abs), "same", ("abs", "fabs"),
         _by(lambda y, x: apply("sign", x)), "int",
     ),
     Function("sign", np.sign, "same", ("sgn",), None, "int"),
@@ -351,9 +351,10 @@ def _compared(name: str, operands: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _folded(row: Function, kind: Kind, values: list[Any]) -> Any:
-    """The value of an operation on constants; ints as large as they get."""
+    """The value of an operation on constants; ints wrap, as int64 does."""
     if row.name in _EXACT and all(type(x) is int for x in values):
-        return _EXACT[row.name](*values)
+        exact = _EXACT[row.name](*values)
+        return (exact + 2**63) % 2**64 - 2**63
     value = row.evaluate(*values)
     return {"bool": bool, "int": int, "real": float}[kind](value)
 

@@ -348,7 +348,10 @@ class _Body:
         if node.kind == "bool":
             return _bool(value)
         if node.kind == "int":
-            return str(value) if ranges.fits_int32(node) else f"{value}LL"
+            if ranges.fits_int32(node):
+                return str(value)
+            # 2^63 alone is no literal.
+            return f"({value + 1}LL - 1)" if value < 0 else f"{value}LL"
         if math.isfinite(value):
             return f"Real({float(value).hex()})"
         if math.isnan(value):

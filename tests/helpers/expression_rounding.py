@@ -216,27 +216,12 @@ class _Rule(NamedTuple):
             x = args[0]
             if node.op == "to_int" and node.args[0].kind == "real":
                 doubt = doubt | self.discrete(node, args)[1]
-        if node.op in _MAY_OVERFLOW and node.kind == "int":
-            doubt = doubt | _overflows(node.op, values)
         if node.op == "where":
             c, x, y = args
             doubt = c.doubt | np.where(c.value, x.doubt, y.doubt)
         value = np.asarray(FUNCTIONS[node.op].evaluate(*values))
         value = value.astype(bool if node.kind == "bool" else np.int64)
         return Bounded(value, np.zeros(value.shape), doubt)
-
-
-_MAY_OVERFLOW = ("add", "subtract", "multiply", "negative", "absolute",
-                 "left_shift")  # fmt: skip
-
-
-def _overflows(name, values):
-    """Where an int needs more than 64 bits: it may be anything."""
-    if name == "left_shift":
-        power = np.exp2(np.clip(values[1], 0, 62))
-        name, values = "multiply", [values[0], power]
-    about = getattr(np, name)(*(np.asarray(x, np.float64) for x in values))
-    return np.abs(about) >= 2.0**63 * (1 - 1e-12)
 
 
 def _quotient(x, y):

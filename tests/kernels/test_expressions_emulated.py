@@ -135,7 +135,8 @@ def test_drawn_masks_of_ints_are_exact(of_masks, seed):
     none = [None] * len(of_masks)
     graphs, found, pairs, own, _ = run(none, of_masks, seed, "float")
     for graph, x, of in zip(graphs, found, of_masks, strict=True):
-        want = pairs.bounded(graph.mask, own, SINGLE)  # doubts: overflows
+        want = pairs.bounded(graph.mask, own, SINGLE)
+        assert not want.doubt.any(), of
         assert_within(x.visible, want, of)
         assert_flags_hold(x, of)
 
@@ -174,6 +175,12 @@ MASKS = {
     "a constant": "q_idx ** 0 > 0",
     "all of a slice": "flags[kv_idx] == flags[kv_idx]",
     "shifts": "(q_idx - kv_idx << 3) >> (q_idx & 3) > 2",
+    "sums that wrap": "far[q_idx] + far[kv_idx] > far[q_idx]",
+    "differences that wrap": "far[q_idx] - far[kv_idx] > n",
+    "products that wrap": "far[q_idx] * (kv_idx + 3) > far[kv_idx]",
+    "the opposite of -2^63": "(-far[q_idx] < 0) ^ (far[kv_idx] // -1 < 0)",
+    "the size of -2^63": "abs(far[q_idx]) < n",
+    "constants that wrap": "q_idx * (2**62 * np.int64(1)) > (-n - 2**62) * 2",
 }
 
 

@@ -258,6 +258,19 @@ def test_masks_read_arrays_of_any_dtype(dtype):
     assert_results(got, expected(*arrays, **options), ATOL["float64"])
 
 
+def wraps(b, h, i, j, *, n):
+    large = np.where(i >= 0, 2**62, 2**62)  # a constant
+    sums = (n + i > j) ^ (large * 2 - j > 0)
+    return sums | (abs(n * (i + 2)) < j) | (-n - i - 2 > 0)
+
+
+def test_ints_wrap_as_the_references():
+    arrays = inputs()
+    options = {"mask_mod": wraps, "mod_arrays": {"n": 2**63 - 2}}
+    got = called(*arrays, **options)
+    assert_results(got, expected(*arrays, **options), ATOL["float64"])
+
+
 def test_an_empty_array_reads_0():
     arrays = inputs()
     empty = {"mod_arrays": {"table": np.zeros((0, 5))}}

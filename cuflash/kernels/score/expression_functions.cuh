@@ -15,12 +15,19 @@ template <class To, class A> inline auto to(A a) {
         return Interval<To>{static_cast<To>(!a.may_be_false), static_cast<To>(a.may_be_true)};
     else return interval<To>(a);
 }
+// Sums and products of 64-bit ints wrap, as NumPy's: C++ leaves them open. Ints of 32 bits do not
+// overflow (cuflash/expressions/ranges.py), nor do ends of intervals.
+template <class T> inline auto wrapping(T x) {
+    if constexpr (Same<T, i64>::value) return static_cast<u64>(x);
+    else return x;
+}
+template <class T> inline T opposite(T a) { return static_cast<T>(-wrapping(a)); }
 template <class T> inline T product(T a, T b) {
     if constexpr (IS_REAL<T>) return rounded(a, b);
-    else return a * b;
+    else return static_cast<T>(wrapping(a) * wrapping(b));
 }
 template <class A, class B> inline auto add(A a, B b) {
-    if constexpr (NUMBERS<A, B>) return a + b;
+    if constexpr (NUMBERS<A, B>) return static_cast<Common<A, B>>(wrapping(a) + wrapping(b));
     else {
         using T = Common<A, B>;
         const Interval<Ends<T>> u = interval<Ends<T>>(interval<T>(a));
@@ -31,7 +38,7 @@ template <class A, class B> inline auto add(A a, B b) {
     }
 }
 template <class A> inline auto negative(A a) {
-    if constexpr (NUMBERS<A>) return -a;
+    if constexpr (NUMBERS<A>) return opposite(a);
     else if constexpr (IS_REAL<Number<A>>) return A{-a.high, -a.low};
     else {
         using T = Number<A>;
@@ -40,7 +47,7 @@ template <class A> inline auto negative(A a) {
     }
 }
 template <class A, class B> inline auto subtract(A a, B b) {
-    if constexpr (NUMBERS<A, B>) return a - b;
+    if constexpr (NUMBERS<A, B>) return static_cast<Common<A, B>>(wrapping(a) - wrapping(b));
     else return add(a, negative(b));
 }
 // The smallest and largest of f at the corners.
@@ -98,7 +105,7 @@ template <class T> inline T floor_quotient(T a, T b) {
         return quotient - down > T(0.5) ? down + T(1) : down;
     } else {
         if (b == 0) return 0;
-        if (b == -1) return -a;
+        if (b == -1) return opposite(a);
         const T quotient = a / b;
         return quotient - (a % b != 0 && (a < 0) != (b < 0));
     }
@@ -142,10 +149,10 @@ template <class A, class B> inline auto remainder(A a, B b) {
 template <class A> inline auto absolute(A a) {
     if constexpr (NUMBERS<A>) {
         if constexpr (IS_REAL<A>) return fabs(a);
-        else return a < 0 ? -a : a;
+        else return a < 0 ? opposite(a) : a;
     } else {
         using T = Number<A>;
-        if (!bounds(a)) return unknown<T>();
+        if (!bounds(a) || a.low == unknown<T>().low) return unknown<T>();   // -2^63 has no opposite
         if (a.low >= T(0)) return a;
         const A b = negative(a);
         if (a.high <= T(0)) return b;
