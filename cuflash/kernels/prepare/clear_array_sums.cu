@@ -8,15 +8,10 @@
 #include "common/constants.cuh"
 #include "score/exact_sums.cuh"
 
-using Sums = ex::ExactSums<Accumulator<Element>>;
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 clear_array_sums(const __grid_constant__ Arguments args) {
-    const i64 thread = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
-    const i64 threads = i64(gridDim.x) * NUM_THREADS;
-    for (int slot = 0; slot < ex::MOST_ARRAYS; ++slot) {
-        const Sums sums = Sums::of(args, slot);
-        if (sums.words == nullptr) continue;
-        for (i64 i = thread; i < sums.count * Sums::WORDS; i += threads) sums.words[i] = 0;
-    }
+    using Real = Accumulator<Element>;
+    ex::for_each_sums<Real, NUM_THREADS>(args, [](auto sums, int, i64 first, i64 step) {
+        for (i64 i = first; i < sums.count * sums.WORDS; i += step) sums.words[i] = 0;
+    });
 }

@@ -114,4 +114,16 @@ template <class Real> struct ExactSums {
     }
 };
 
+// Calls use(sums, slot, first, step) for each array that has sums: a thread's elements are those
+// from `first` on. All blocks, of THREADS threads.
+template <class Real, int THREADS, class Arguments, class Use>
+inline void for_each_sums(const Arguments& args, Use use) {
+    const i64 thread = i64(blockIdx.x) * THREADS + threadIdx.x;
+    const i64 threads = i64(gridDim.x) * THREADS;
+    for (int slot = 0; slot < MOST_ARRAYS; ++slot) {
+        const auto sums = ExactSums<Real>::of(args, slot);
+        if (sums.words != nullptr) use(sums, slot, thread, threads);
+    }
+}
+
 }  // namespace ex
