@@ -131,13 +131,13 @@ __device__ __forceinline__ void scores_and_derivatives(
         apply_in_parts(scores, derivatives, products, args, pairs, score_mod, fits_poly4);
 }
 
-// With SOFTCAP, where all products fit the polynomial and all pairs are visible: S^T becomes P^T
-// times the derivative of the score, and p is P^T rounded. Each element is finished before the next
-// begins, so that derivatives and P^T are not all in registers at once.
-template <class Rows>
-__device__ __forceinline__ void compute_p_poly4(
-    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows, const ScoreMod<float>& score_mod,
-    int distance) {
+// Where all pairs are visible: S^T becomes P^T times the derivative of the score, and p is P^T
+// rounded. Each element is finished before the next begins, so that derivatives and P^T are not all
+// in registers at once. weigh(product, query, key, lse): of a lane's query and key from its first.
+struct Weight { float p, slope; };
+template <class Rows, class Weigh>
+__device__ __forceinline__ void compute_p_by_element(
+    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows, Weigh weigh) {
     const u32 lane_lse = rows.lse.address();
     #pragma unroll
     for (int j = 0; j < S_REGS / 4; ++j) {
@@ -145,42 +145,41 @@ __device__ __forceinline__ void compute_p_poly4(
         rows.lse.read(lane_lse, j, lse);
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float& x = s[j * 4 + i];
-            const float score = x * score_mod.poly4_factor_log2(x), t = score_mod.poly4_tanh(score);
-            const float offset = j * 8 + i % 2 - i / 2 * 8;
-            const float added = ALIBI
-                ? fmaf(score_mod.addend(static_cast<float>(distance) + offset, 0.0f), LOG2_E,
-                       -lse[i % 2])
-                : -lse[i % 2];
-            weights[i] = exp2_approx(score + added);
-            x = weights[i] * fmaf(-t, t, 1.0f);
+            const Weight weight = weigh(s[j * 4 + i], j * 8 + i % 2, i / 2 * 8, lse[i % 2]);
+            weights[i] = weight.p;
+            s[j * 4 + i] = weight.p * weight.slope;
         }
         p[j * 2] = pack<Element>(weights[0], weights[1]);
         p[j * 2 + 1] = pack<Element>(weights[2], weights[3]);
     }
 }
 
-// With SCORE_MOD alone, where all pairs are visible: as compute_p_poly4().
+// With SOFTCAP, where all products fit the polynomial.
+template <class Rows>
+__device__ __forceinline__ void compute_p_poly4(
+    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows, const ScoreMod<float>& score_mod,
+    int distance) {
+    compute_p_by_element(s, p, rows, [&](float x, int query, int key, float lse) {
+        const float score = x * score_mod.poly4_factor_log2(x), t = score_mod.poly4_tanh(score);
+        const float offset = query - key;
+        const float added = ALIBI
+            ? fmaf(score_mod.addend(static_cast<float>(distance) + offset, 0.0f), LOG2_E, -lse)
+            : -lse;
+        return Weight{exp2_approx(score + added), fmaf(-t, t, 1.0f)};
+    });
+}
+
+// With SCORE_MOD alone.
 template <class Rows, class Mod>
 __device__ __forceinline__ void compute_p_of_user(
-    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows, const Mod& score_mod, int query,
-    int key) {
-    const u32 lane_lse = rows.lse.address();
-    #pragma unroll
-    for (int j = 0; j < S_REGS / 4; ++j) {
-        float lse[2], weights[4];
-        rows.lse.read(lane_lse, j, lse);
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float score = s[j * 4 + i], slope = 1.0f;
-            apply_user_score(score, slope, score_mod, score_mod.scale, query + (j * 8 + i % 2),
-                             key + i / 2 * 8);
-            weights[i] = exp2_approx(fmaf(score, LOG2_E, -lse[i % 2]));
-            s[j * 4 + i] = weights[i] * slope;
-        }
-        p[j * 2] = pack<Element>(weights[0], weights[1]);
-        p[j * 2 + 1] = pack<Element>(weights[2], weights[3]);
-    }
+    float (&s)[S_REGS], u32 (&p)[S_REGS / 2], const Rows& rows, const Mod& score_mod,
+    int first_query, int first_key) {
+    compute_p_by_element(s, p, rows, [&](float score, int query, int key, float lse) {
+        float slope = 1.0f;
+        apply_user_score(score, slope, score_mod, score_mod.scale, first_query + query,
+                         first_key + key);
+        return Weight{exp2_approx(fmaf(score, LOG2_E, -lse)), slope};
+    });
 }
 
 // A lane's pairs, of which query_of(i) and key_of(i) are those of element i of its fragment.
