@@ -194,7 +194,6 @@ def signature_of(
             f"precision is {precision!r}, which is for float32 arrays, got "
             f"{arrays.dtype}: leave it out, or convert q, k and v to float32"
         )
-    _check_direction(direction, numbers_asked)
     mods = {x[0]: layout_of(x) for x in seen_options if x[0] not in BY_NAME}
     seen_options = tuple(x for x in seen_options if x[0] not in mods)
     options = _check_options(arrays, asked, seen_options)
@@ -234,15 +233,6 @@ def signature_of(
         problem, arrays.rank, arrays.layouts(), return_lse,
         {**options, **mods}, bias_shape,
     )  # fmt: skip
-
-
-def _check_direction(direction: str, asked: dict[str, Any]) -> None:
-    for name in ("score_mod", "mask_mod"):
-        if name in asked and direction not in ("forward", "backward"):
-            raise UnsupportedError(
-                f"{direction} is given {name}, which only forward and"
-                " backward take so far"
-            )
 
 
 def _check_options(
