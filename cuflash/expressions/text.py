@@ -42,7 +42,7 @@ def text(
     short: bool = False,
     exact_sums: bool = False,
 ) -> str:
-    """The text for a score and a mask; of None, a struct that does nothing.
+    """The text for a score and a mask; of None, the file of calls without.
 
     Parameters
     ----------
@@ -58,14 +58,16 @@ def text(
     """
     if score is not None and short:
         score = in_reals(score)
-    of_mask = mask.depends if mask else frozenset()
     return "\n".join([
-        f"constexpr bool MASK_OF_BATCH = {_bool('b' in of_mask)};",
-        f"constexpr bool MASK_OF_HEAD = {_bool('h' in of_mask)};",
+        *(
+            ['#include "score/no_score_mod.cuh"'] if score is None
+            else _score_struct(score, arrays, dmods, exact_sums)
+        ),
         "",
-        *_score_struct(score, arrays, dmods, exact_sums),
-        "",
-        *_mask_struct(mask, arrays),
+        *(
+            ['#include "score/no_mask_mod.cuh"'] if mask is None
+            else _mask_struct(mask, arrays)
+        ),
         "",
     ])  # fmt: skip
 
@@ -83,37 +85,12 @@ _SUMS = "(Gradients<Pairs>& sums, const Pairs& pairs"
 
 
 def _score_struct(
-    score: Node | None,
+    score: Node,
     arrays: Sequence[ArrayKind],
     dmods: tuple[int, ...],
     exact_sums: bool,
 ) -> list[str]:
     header = ["template <class Real> struct ScoreExpression {"]
-    if score is None:
-        return [
-            *header,
-            "    template <class Arguments>",
-            "    void set_head(const Arguments&, int, int, int, int) {}",
-            "    static constexpr bool READS = false;",
-            "    bool reads_inside(int, int, int, int) const { return true; }",
-            "    template <bool INSIDE = false>",
-            "    Real score(Real s, Real scale, int, int) const {",
-            "        return s * scale;",
-            "    }",
-            "    template <bool INSIDE = false>",
-            "    Real score(Real s, Real scale, int, int, Real& slope)",
-            "        const {",
-            "        slope = 1;",
-            "        return s * scale;",
-            "    }",
-            f"    {_PAIRS} struct Gradients {{}};",
-            f"    {_PAIRS} void add_gradients(",
-            "        Gradients<Pairs>&, const Pairs&, int, int, Real, Real)"
-            " const {}",
-            f"    {_PAIRS} void finish_gradients(",
-            "        Gradients<Pairs>&, const Pairs&) const {}",
-            "};",
-        ]
     slope = derivative.slope(score)
     scatters = derivative.of_gathers(score, dmods) if dmods else {}
     needed = [score, slope, *scatters, *scatters.values()]
@@ -235,25 +212,16 @@ class _Gradient:
         self.target = "ExactSums" if exact_sums else "FloatSums"
 
 
-def _mask_struct(mask: Node | None, arrays: Sequence[ArrayKind]) -> list[str]:
+def _mask_struct(mask: Node, arrays: Sequence[ArrayKind]) -> list[str]:
     ranges_ = (
         "        int first_query, int last_query, int first_key, int last_key)"
         " const {"
     )
-    if mask is None:
-        return [
-            "struct MaskExpression {",
-            "    template <class Arguments>",
-            "    void set_head(const Arguments&, int, int, int, int) {}",
-            "    bool visible(int, int) const { return true; }",
-            "    template <bool WHOLE_WARP>",
-            "    Visibility visibility(int, int, int, int) const {",
-            "        return Visibility::ALL;",
-            "    }",
-            "};",
-        ]
     body = _Body([mask], arrays, exact=True)
     return [
+        f"constexpr bool MASK_OF_BATCH = {_bool('b' in mask.depends)};",
+        f"constexpr bool MASK_OF_HEAD = {_bool('h' in mask.depends)};",
+        "",
         "struct MaskExpression {",
         "    using Real = Accumulator<Element>;",
         *body.members,

@@ -18,7 +18,7 @@ INCLUDES = """\
 #include "score/array_gradients.cuh"
 #include "score/mod_arrays.cuh"
 """
-EVERYTHING = nodes.constant(True)  # a mask: a call without any has no text
+EVERYTHING = nodes.constant(True)  # a mask: text without one includes a file
 MOST_ARRAYS, MOST_AXES = 8, 4
 DTYPES = {"float32": np.float32, "float64": np.float64}
 
@@ -58,7 +58,8 @@ class Found:
 def _text(graphs, kinds, short):
     parts = [INCLUDES]
     for i, x in enumerate(graphs):
-        own = text.text(x.score, x.mask or EVERYTHING, kinds, x.dmods, short)
+        score, mask = x.score or nodes.SCORE, x.mask or EVERYTHING
+        own = text.text(score, mask, kinds, x.dmods, short)
         parts.append(f"namespace e{i} {{\n{own}\n}}\n")
     visits = "\n".join(
         f"    visit(e{i}::ScoreExpression<Accumulator<Element>>{{}},"

@@ -1,0 +1,28 @@
+// In place of the user's score_mod, in calls without: what score/expression.cuh has of one.
+//
+// Any query and key may be passed, also past the arrays' ends. f is pure.
+#pragma once
+#include "common/types.cuh"
+
+// The user's f of a scaled product or score.
+template <class Real> struct ScoreExpression {
+    template <class Arguments> void set_head(const Arguments&, int, int, int, int) {}
+    // Whether it reads arrays by a pair's indices, and all of those of a range of pairs are inside.
+    static constexpr bool READS = false;
+    bool reads_inside(int, int, int, int) const { return true; }
+    // f(scale s), and its slope. INSIDE: they are, and need no test.
+    template <bool INSIDE = false> Real score(Real s, Real scale, int, int) const {
+        return s * scale;
+    }
+    template <bool INSIDE = false> Real score(Real s, Real scale, int, int, Real& slope) const {
+        slope = 1;
+        return s * scale;
+    }
+    // Sums of (df/da) ds for every array a that has a gradient, over a lane's pairs of a tile, told
+    // by Pairs, a LaneGrid. ds is the gradient of f(x) of query i and key j. finish_gradients(), of
+    // whole warps, adds the sums to global memory.
+    template <class Pairs> struct Gradients {};
+    template <class Pairs>
+    void add_gradients(Gradients<Pairs>&, const Pairs&, int, int, Real, Real) const {}
+    template <class Pairs> void finish_gradients(Gradients<Pairs>&, const Pairs&) const {}
+};
