@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cuflash.expressions import derivative
 from expression_strategies import ARRAYS, Drawn, masks, masks_of_ints, scores
+from helpers.compare import assert_all
 from helpers.drawn import QUICK_EMULATED_EXAMPLES
 from helpers.expression_calls import (
     Pairs,
@@ -136,7 +137,7 @@ def test_drawn_masks_of_ints_are_exact(of_masks, seed):
     graphs, found, pairs, own, _ = run(none, of_masks, seed, "float")
     for graph, x, of in zip(graphs, found, of_masks, strict=True):
         want = pairs.bounded(graph.mask, own, SINGLE)
-        assert not want.doubt.any(), of
+        assert_all(want.doubt, False, "doubt", of)
         assert_within(x.visible, want, of)
         assert_flags_hold(x, of)
 
