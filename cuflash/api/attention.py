@@ -8,6 +8,7 @@ from cuflash.api import foreign_names
 from cuflash.api.arrays import GRADIENTS, OUT, check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
 from cuflash.api.reads import check_reads
+from cuflash.api.tile_mask import share
 from cuflash.request.options import BACKWARD, FORWARD
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import attention as validate
@@ -276,7 +277,9 @@ def forward(
         return_lse=return_lse,
     )
     check_offsets(call)
-    check_reads(call, {**arrays, **asked})
+    if asked:
+        share(call, options.get("mask_mod"), {**arrays, **asked})
+        check_reads(call, {**arrays, **asked})
     result, lse = runner.forward(call)
     runner.finish()
     result = strip(result, call.rank) if out is None else out
@@ -448,7 +451,9 @@ def backward(
         precision=precision,
     )
     check_offsets(call)
-    check_reads(call, {**arrays, **asked})
+    if asked:
+        share(call, options.get("mask_mod"), {**arrays, **asked})
+        check_reads(call, {**arrays, **asked})
     wanted = sorted({*asked.get("return_dmod", ())})
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     runner.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +12,14 @@ from cuflash import settings
 from cuflash.api.arrays import on_cuda
 from cuflash.errors import ValueRangeError
 from cuflash.request import checks, options, traced
+from cuflash.request.kept import Kept
+from cuflash.request.problem import Call
 from cuflash.request.validate import devices
 
 if TYPE_CHECKING:
     from cuflash.api.types import Integers, NumPyArray
 
-__all__ = ["TileMask", "function_of", "tile_mask"]
+__all__ = ["TileMask", "function_of", "share", "tile_mask"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,6 +28,11 @@ class TileMask:
 
     Pass it as `mask_mod` to `forward` and `backward`: they take the function
     and its arrays from it, for sequences of any lengths. Made by `tile_mask`.
+
+    Calls that share one find out only once which of their kernels' tiles it
+    leaves, for each direction and shape: the later ones save this time. So it
+    is a snapshot. After an array that the mask reads has changed in place,
+    make another.
 
     Attributes
     ----------
@@ -43,6 +50,7 @@ class TileMask:
     flags: NumPyArray
     block_q: int
     block_k: int
+    _kept: Kept = field(default_factory=Kept, init=False)
 
     @property
     def visited(self) -> float:
@@ -75,7 +83,8 @@ def tile_mask(
     """Which tiles of queries and keys a `mask_mod` leaves.
 
     Computed on the host. Calls with `mask_mod` do the same on their device
-    for the tiles of their kernels, and need no `TileMask`.
+    for the tiles of their kernels. They need no `TileMask`, but those that
+    share one do it once.
 
     Parameters
     ----------
@@ -163,6 +172,24 @@ def _on_host(arrays: dict[str, Any]) -> dict[str, Any]:
         return {name: np.asarray(x) for name, x in arrays.items()}
     cupy = on_cuda()
     return {name: cupy.to_cupy(x).get() for name, x in arrays.items()}
+
+
+def share(call: Call, mask_mod: Any, options: Mapping[str, Any]) -> None:
+    """Let a call share the flags of its kernels' tiles with others.
+
+    Parameters
+    ----------
+    call : Call
+    mask_mod : callable
+        As the user passed it; calls with one `TileMask` share.
+    options : dict
+        The call's options and arrays.
+    """
+    mask = call.problem.mask_mod
+    if mask is None or not isinstance(mask_mod, TileMask):
+        return
+    if traced.reads_only(mask, options, mask_mod.mod_arrays):
+        call.kept = mask_mod._kept
 
 
 def function_of(given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ stream, and the device's `Target`; it needs no second array library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -81,6 +81,13 @@ class Backend(Protocol):
 
     def stream(self) -> int:
         """The CUDA handle of the stream that launches are queued on."""
+
+    def queue(self) -> Hashable | None:
+        """What identifies the stream, whose launches run in order.
+
+        None if a later call on it may not find what this one's write: while
+        it is captured.
+        """
 
     def launch(self, loaded: Any, arguments: bytes, kind: Any) -> None:
         """Queue loaded kernels, in order, with one argument struct.

@@ -271,6 +271,13 @@ class CupyBackend:
     def stream(self) -> int:
         return cupy.cuda.get_current_stream().ptr
 
+    def queue(self) -> int | None:
+        stream, runtime = self.stream(), cupy.cuda.runtime
+        # Each thread has a stream of its own by the handle 2.
+        if stream == 2 or (stream and runtime.streamIsCapturing(stream)):
+            return None
+        return stream
+
     def launch(
         self, loaded: tuple[tuple[Any, ...], ...], arguments: bytes, kind: Any
     ) -> None:

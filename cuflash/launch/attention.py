@@ -7,6 +7,7 @@ from typing import Any
 
 from cuflash.backends.base import Backend, Target
 from cuflash.launch.copies import converted
+from cuflash.launch.kept import run_keeping
 from cuflash.launch.recipe import (
     Layouts,
     Recipe,
@@ -20,7 +21,7 @@ from cuflash.launch.results import (
     lse_shape_of,
     out_shape_of,
 )
-from cuflash.launch.run import LaunchedForward, run
+from cuflash.launch.run import LaunchedForward
 from cuflash.launch.structs import pointers_of
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts, traced
@@ -43,8 +44,9 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
         if signature.return_lse:
             lse = backend.empty(lse_shape, p.lse_dtype)
         if 0 not in lse_shape:
-            recipe = _forward_recipe(signature, target, target.family)
-            run(recipe, call, backend, {"out": out, "lse": lse})
+            keeps = call.kept is not None
+            recipe = _forward_recipe(signature, target, target.family, keeps)
+            run_keeping(recipe, call, backend, {"out": out, "lse": lse})
     return out, lse
 
 
@@ -55,7 +57,7 @@ def launched_forward(
     """A signature's forward call, None if it is more than a launch."""
     if "out" in signature.layouts or 0 in lse_shape_of(signature.problem):
         return None
-    recipe = _forward_recipe(signature, target, family)
+    recipe = _forward_recipe(signature, target, family, False)
     pointers = pointers_of(recipe.template.kind)
     if recipe.copies or pointers != LaunchedForward.POINTERS:
         return None
@@ -64,7 +66,10 @@ def launched_forward(
 
 @remembered
 def _forward_recipe(
-    signature: Signature, target: Target, wanted: FamilyName | None
+    signature: Signature,
+    target: Target,
+    wanted: FamilyName | None,
+    keeps: bool,
 ) -> Recipe:
     p = signature.problem
     decided = decide(p, target, wanted)
@@ -72,7 +77,9 @@ def _forward_recipe(
     given = layouts_of(signature, {"out": out_shape_of(p)})
     taken = {x: family.readable(given[x]) for x in "qkv"}
     taken["out"] = layouts.writable(given["out"], family.loads_by_tma)
-    return recipe_of(signature, target, decided, given, taken, ("out", "lse"))
+    return recipe_of(
+        signature, target, decided, given, taken, ("out", "lse"), keeps=keeps
+    )
 
 
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
@@ -82,8 +89,9 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     with backend.current():
         results = new_gradients(call, backend)
         if have_pairs(p):
-            recipe = _backward_recipe(signature, target, target.family)
-            run(recipe, call, backend, results)
+            keeps = call.kept is not None
+            recipe = _backward_recipe(signature, target, target.family, keeps)
+            run_keeping(recipe, call, backend, results)
         else:
             for gradient in call.gradients.values():
                 zeros = backend.zeros(gradient.shape, gradient.dtype)
@@ -96,7 +104,10 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
 
 @remembered
 def _backward_recipe(
-    signature: Signature, target: Target, wanted: FamilyName | None
+    signature: Signature,
+    target: Target,
+    wanted: FamilyName | None,
+    keeps: bool,
 ) -> Recipe:
     p = signature.problem
     decided = decide(p, target, wanted)
@@ -110,7 +121,9 @@ def _backward_recipe(
     for name in ("dk", "dv"):
         taken[name] = layouts.writable(given[name], by_tma)
     taken |= of_lse(given)
-    return recipe_of(signature, target, decided, given, taken, gradients_of(p))
+    return recipe_of(
+        signature, target, decided, given, taken, gradients_of(p), keeps=keeps
+    )
 
 
 def of_lse(given: Layouts) -> dict[str, Layout]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -20,7 +20,13 @@ from cuflash.launch import structs
 from cuflash.launch.directions import DIRECTIONS
 from cuflash.launch.template import Template
 from cuflash.plans.arguments import parts_of
-from cuflash.plans.expression import bytes_of_sum, sums_exactly
+from cuflash.plans.expression import (
+    after_found,
+    bytes_of_sum,
+    found_of_mask,
+    key_of_found,
+    sums_exactly,
+)
 from cuflash.plans.plan import FamilyName, Plan, plan
 from cuflash.plans.tiles import Tile
 from cuflash.request import layouts, options, traced
@@ -58,12 +64,14 @@ class Recipe:
     ordered : callable
         Puts in the order of the struct's pointers: null, the seed, the one
         length of caches, the numbers of `mod_arrays`, the addresses of
-        `reads`, of `writes` and of buffers.
+        `reads`, of `writes` and of buffers, those that are kept last.
     boxes : tuple of (int, Boxes)
         The indices of the pointers that have a TensorMap too.
     repeats : bool
         Whether arguments are kept by their addresses: no number among them,
         a seed or a length, differs from call to call.
+    keeps : Keeps or None
+        What its calls share with later ones, if they may (kept.py).
     """
 
     decided: Plan
@@ -80,6 +88,26 @@ class Recipe:
     ordered: Callable[[tuple[int, ...]], tuple[int, ...]]
     boxes: tuple[tuple[int, Boxes], ...]
     repeats: bool
+    keeps: Keeps | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Keeps:
+    """What calls with one user's mask share.
+
+    Attributes
+    ----------
+    nbytes : tuple of int
+        Bytes of the buffers, whose addresses follow those of the workspace.
+    key : tuple
+        What they depend on, of a plan.
+    again : Recipe
+        That of a call for which they are filled already.
+    """
+
+    nbytes: tuple[int, ...]
+    key: tuple[Any, ...]
+    again: Recipe
 
 
 # What `Recipe.ordered` takes before addresses.
@@ -138,6 +166,7 @@ def recipe_of(
     *,
     direction: str = "",
     sources: Mapping[str, str] | None = None,
+    keeps: bool = False,
 ) -> Recipe:
     """The recipe of a signature's calls.
 
@@ -158,6 +187,8 @@ def recipe_of(
         Of `DIRECTIONS`, by default the problem's.
     sources : mapping of str to str, optional
         The arrays that pointers of other names lead to.
+    keeps : bool, optional
+        Whether calls leave what they find out about a user's mask to others.
     """
     direction = direction or signature.problem.direction
     row = DIRECTIONS[direction]
@@ -176,10 +207,13 @@ def recipe_of(
     inputs = _among(others, signature.layouts)
     of_options = _among(others, signature.options)
     moves = _among(others, _moving(signature))
-    between = _among(others, nbytes)
+    found = {x.name: x for x in found_of_mask(decided)} if keeps else {}
+    kept = _among(others, found)
+    between = tuple(x for x in _among(others, nbytes) if x not in found)
     reads = (*inputs, *of_options, *moves)
-    index = {x: i for i, x in enumerate((*_FIRST, *reads, *results, *between))}
-    return Recipe(
+    sources_of = *_FIRST, *reads, *results, *between, *kept
+    index = {x: i for i, x in enumerate(sources_of)}
+    recipe = Recipe(
         decided,
         target.load(decided),
         Template(kind, **{**fields, **(constants or {})}),
@@ -199,6 +233,12 @@ def recipe_of(
             or "cache_seqlen" in names
         ),
     )
+    if not kept:
+        return recipe
+    later = after_found(decided)
+    again = replace(recipe, decided=later, loaded=target.load(later))
+    sizes = tuple(found[x].nbytes for x in kept)
+    return replace(recipe, keeps=Keeps(sizes, key_of_found(decided), again))
 
 
 def _bytes_of_sums(signature: Signature) -> dict[str, int]:

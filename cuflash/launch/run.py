@@ -18,11 +18,16 @@ from cuflash.request.traced import bits
 
 
 def run(
-    recipe: Recipe, call: Call, backend: Backend, results: Mapping[str, Any]
+    recipe: Recipe,
+    call: Call,
+    backend: Backend,
+    results: Mapping[str, Any],
+    shared: tuple[Any, ...] = (),
 ) -> None:
     """Launch a recipe's kernels, which write `results`, by name.
 
-    The address of a result that is None is null.
+    The address of a result that is None is null. `shared` are the buffers of
+    `Recipe.keeps`.
     """
     read = recipe.inputs(call.given)
     if recipe.options:
@@ -38,6 +43,8 @@ def run(
     buffers: list[int] = []
     if recipe.workspace:
         kept, buffers = backend.workspace(recipe.workspace)
+    if shared:
+        buffers = [*buffers, *backend.address(shared, written=True)]
     addresses = recipe.ordered((
         0, call.seed, call.cache_seqlens, *bits(call.mod_numbers),
         *backend.address(read), *backend.address(written, written=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from cuflash.expressions.reals import SHORT
 from cuflash.expressions.text import text
@@ -11,6 +12,7 @@ from cuflash.request.problem import Problem
 
 from .kernel import KernelPlan, Launch, Plan
 from .rounding import ceil_div
+from .workspace import Buffer
 
 _INCLUDES = """\
 #include "score/mod_arrays.cuh"
@@ -51,6 +53,45 @@ def count_tile_flags(problem: Problem, tile: Tile) -> int:
     )
     q_tiles = ceil_div(problem.seqlen_q, tile.block_q)
     return count * q_tiles * ceil_div(problem.seqlen_k, tile.block_k)
+
+
+# What kernels find out about a user's mask, and the buffers that they leave.
+_FINDERS = "prepare/tile_flags.cu", "prepare/segment_order.cu"
+_FOUND = "tile_flags", "mask_bits", "tile_order"
+
+
+def found_of_mask(plan: Plan) -> tuple[Buffer, ...]:
+    """The buffers that calls with the same mask may share, if any.
+
+    Of calls with segment ids none: the order of tiles depends on these too.
+    """
+    names = {x.name for x in plan.workspace}
+    if "tile_flags" not in names or plan.problem.segment_ids:
+        return ()
+    return tuple(x for x in plan.workspace if x.name in _FOUND)
+
+
+def key_of_found(plan: Plan) -> tuple[Any, ...]:
+    """What these depend on, but for the device and what the mask reads."""
+    p = plan.problem
+    sizes = p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q, p.num_heads_kv
+    finders = (x for x in plan.launches if x.kernel.file in _FINDERS)
+    return p.direction, p.window, *sizes, *finders
+
+
+def after_found(plan: Plan) -> Plan:
+    """The plan of a call for which these buffers are filled already."""
+    first = plan.launches[0].kernel
+    assert first.file == _FINDERS[0]
+    launches = tuple(x for x in plan.launches if x.kernel.file not in _FINDERS)
+    counts = "tile_counter" in {x.name for x in plan.workspace}
+    if counts and plan.problem.direction == "forward":
+        own = [x for x in first.constants if x[0] in ("Element", "Arguments")]
+        constants = (*own, ("NUM_THREADS", 32))
+        file = "prepare/tile_counter.cu"
+        clear = Launch(KernelPlan(file, "tile_counter", constants, 32), 1)
+        launches = clear, *launches
+    return replace(plan, launches=launches)
 
 
 def with_text(plan: Plan) -> Plan:

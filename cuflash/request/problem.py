@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from cuflash.expressions.nodes import Node
 from cuflash.expressions.trace import ArrayKind
+from cuflash.request.kept import Kept
 
 DType = Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -307,6 +308,8 @@ class Call:
         move, q, k, v, bias or sink, as the user passed them.
     mod_numbers : tuple
         The numbers that a user's functions read, by slot.
+    kept : Kept or None
+        What it shares with other calls that have the same `TileMask`.
     """
 
     signature: Signature
@@ -318,6 +321,7 @@ class Call:
     given_gradients: Mapping[str, Any] = field(default_factory=dict)
     tangents: Mapping[str, Any] = field(default_factory=dict)
     mod_numbers: tuple[Any, ...] = ()
+    kept: Kept | None = None
 
     @property
     def problem(self) -> Problem:

@@ -11,7 +11,7 @@ import functools
 import math
 import numbers
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,6 +163,22 @@ def _kinds_of(
         tuple([(n, x.dtype, x.shape, x.strides) for n, x in arrays.items()]),
         tuple([(name, type(x)) for name, x in values.items()]),
     )
+
+
+def reads_only(
+    mask: Node, options: Mapping[str, Any], names: Container[str]
+) -> bool:
+    """Whether all that a mask reads are arrays and numbers of these names."""
+    given = _given(*_kinds_of(options))[0]
+    for node in nodes.in_order([mask]):
+        read: str | None = None
+        if node.op in ("gather", "size"):
+            read, _ = given.arrays[node.value[0]]
+        elif node.op == "number":
+            read, _ = given.numbers[node.value]
+        if read is not None and read not in names:
+            return False
+    return True
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -182,6 +182,8 @@ class Machine:
     def stream(self) -> int:
         return 0
 
+    queue = stream
+
     def launch(
         self, loaded: tuple[Launch, ...], arguments: bytes, kind: Any
     ) -> None:

@@ -59,6 +59,9 @@ class Recorded:
         self.sums = {x: np.zeros(self.arrays[x].shape) for x in p.return_dmod}
         self.extremes = Extremes(self.arrays)
         self.visibility: dict[tuple, np.ndarray] = {}
+        if call.kept is not None and self.mask is not None:
+            of_mask = self.mask, p.lse_dtype
+            self.visibility = call.kept.put(of_mask, self.visibility)
 
     def options(self, heads: HeadIndices) -> dict[str, Any]:
         """What stands for the functions among the reference's options."""

@@ -1,0 +1,162 @@
+"""Calls with one TileMask find out once which tiles it leaves."""
+
+import contextlib
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+import cuflash
+from cuflash.backends import emulator
+from cuflash.backends.emulator import runtime
+from cuflash.backends.emulator.machine import Machine
+from cuflash.plans import expression
+from cuflash.plans.plan import device_of_arch, plan
+from cuflash.request import traced
+from cuflash.request.kept import Kept
+from cuflash.request.problem import Problem
+from helpers.compare import assert_arrays_equal
+from helpers.data import Emulation, inputs
+from helpers.host_compiler import needs_compiler
+from helpers.variants import VARIANTS, case_of
+
+SIZES = {"batch": 2, "num_heads": 4, "seqlen_q": 100, "seqlen_k": 170}
+DOCUMENTS = VARIANTS["documents"]
+IDS = DOCUMENTS.arrays((2, 4, 100, 170))["ids"]
+Q, K, V, DOUT = inputs(
+    case_of(100, 170, 32, dtype="float32", on=Emulation("sm_80"))
+)
+
+
+def mask_of_ids(**more):
+    arrays = {"mod_arrays": {"ids": IDS}}
+    return cuflash.tile_mask(DOCUMENTS.mask, **SIZES, **arrays, **more)
+
+
+def both(mask, **options):
+    """Return the results of both directions."""
+    asked = {"mask_mod": mask, **options}
+    out, lse = cuflash.forward(Q, K, V, **asked, return_lse=True)
+    return out, lse, *cuflash.backward(DOUT, Q, K, V, out, lse, **asked)
+
+
+@contextlib.contextmanager
+def entries():
+    """Note the kernels that the emulator runs."""
+    ran, run = [], runtime.run
+    noting = mock.patch.object(
+        runtime, "run", lambda *x: (ran.append(x[2]), run(*x))
+    )
+    with noting, emulator.active("sm_80", seed=1, family="fma"):
+        yield ran
+
+
+@needs_compiler
+def test_kernels_of_flags_run_once():
+    tiles = mask_of_ids()
+    with entries() as ran:
+        first = both(tiles)
+        assert ran.count("tile_flags") == 2  # forward and backward
+        again = both(tiles)
+        assert ran.count("tile_flags") == 2
+        alone = both(DOCUMENTS.mask, mod_arrays={"ids": IDS})
+        assert ran.count("tile_flags") == 4
+        both(mask_of_ids())
+        assert ran.count("tile_flags") == 6
+    for x, y, z in zip(first, again, alone, strict=True):
+        assert_arrays_equal(y, x, "again")
+        assert_arrays_equal(z, x, "alone")
+
+
+@needs_compiler
+def test_while_a_stream_is_captured_nothing_is_kept():
+    tiles = mask_of_ids()
+    captured = mock.patch.object(Machine, "queue", lambda _: None)
+    with entries() as ran, captured:
+        cuflash.forward(Q, K, V, mask_mod=tiles)
+        cuflash.forward(Q, K, V, mask_mod=tiles)
+        assert ran.count("tile_flags") == 2
+    assert len(tiles._kept) == 0
+
+
+@pytest.mark.parametrize("values", [(IDS, IDS[:, ::-1]), (0, 1)])
+def test_what_the_call_alone_has_is_not_kept(values):
+    """Another call may have something else by its name."""
+
+    def mask(b, h, q_idx, kv_idx, *, ids=None):
+        if ids is None:
+            return q_idx >= kv_idx
+        read = ids if isinstance(values[0], int) else ids[b, kv_idx]
+        return read * q_idx == 0
+
+    tiles = cuflash.tile_mask(mask, **SIZES)
+    for ids in values:
+        got = cuflash.forward(Q, K, V, mask_mod=tiles, mod_arrays={"ids": ids})
+        alone = {"mask_mod": mask, "mod_arrays": {"ids": ids}}
+        assert_arrays_equal(got, cuflash.forward(Q, K, V, **alone), "out")
+    assert len(tiles._kept) == 0
+
+
+def test_numbers_of_the_score_make_no_difference():
+    def shifted(score, b, h, q_idx, kv_idx, *, m):
+        return score * m
+
+    tiles = mask_of_ids()
+    for m in (1.0, 2.0):
+        options = {"score_mod": shifted, "mod_arrays": {"m": m}}
+        got = cuflash.forward(Q, K, V, mask_mod=tiles, **options)
+        arrays = {"mod_arrays": {"m": m, "ids": IDS}}
+        options |= {"mask_mod": DOCUMENTS.mask, **arrays}
+        assert_arrays_equal(got, cuflash.forward(Q, K, V, **options), "out")
+    assert len(tiles._kept) == 1
+
+
+# Plans ----------------------------------------------------------------------
+
+
+def plan_of(direction, **more):
+    arrays, functions = {"ids": IDS}, {"mask_mod": DOCUMENTS.mask}
+    others, named = traced.parted(arrays)
+    fields = traced.recorded({**functions, "mod_arrays": others, **named})
+    sizes = 2, 512, 512, 4, 2, 64, 64, 1.0
+    problem = Problem(direction, "bfloat16", *sizes, **dict(fields.fields))
+    return plan(replace(problem, **more), device_of_arch("sm_90a"))
+
+
+def files(decided):
+    return [x.kernel.file for x in decided.launches]
+
+
+def test_on_hopper_a_small_kernel_zeroes_the_counter():
+    decided = plan_of("forward")
+    assert files(decided) == [
+        "prepare/tile_flags.cu", "prepare/segment_order.cu",
+        "sm90/forward.cu",
+    ]  # fmt: skip
+    later = expression.after_found(decided)
+    assert files(later) == ["prepare/tile_counter.cu", "sm90/forward.cu"]
+    backward = plan_of("backward")
+    later = expression.after_found(backward)
+    assert files(later) == files(backward)[2:]  # its other kernels zero it
+
+
+def test_with_segment_ids_nothing_is_shared():
+    assert expression.found_of_mask(plan_of("forward", segment_ids=True)) == ()
+    assert expression.found_of_mask(plan_of("forward")) != ()
+
+
+@pytest.mark.parametrize("change", [{"seqlen_q": 640}, {"window": (9, 9)}])
+def test_the_key_has_what_flags_depend_on(change):
+    keys = {
+        expression.key_of_found(plan_of("forward", **x))
+        for x in ({}, {"scale": 2.0}, change)
+    }
+    assert len(keys) == 2
+
+
+def test_the_oldest_is_dropped():
+    kept = Kept()
+    for n in range(Kept.MOST + 1):
+        assert kept.put(n, -n) == -n
+    assert kept.get(0) is None and kept.get(1) == -1
+    assert kept.put(1, "another") == -1
