@@ -358,11 +358,12 @@ ArraySymbol.__hash__ = None  # type: ignore[assignment]
 
 def node_of(value: Any, what: str) -> Node:
     """The node of an operand."""
-    if isinstance(value, Symbol):
-        return value.node
-    # NumPy's scalars pass themselves on as arrays of no axes in comparisons.
+    # NumPy's scalars pass themselves on as arrays of no axes in comparisons;
+    # so does np.array of a symbol.
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
+    if isinstance(value, Symbol):
+        return value.node
     if nodes.is_number(value):
         if type(value) is int and not -(2**63) < value < 2**63:
             refuse(f"{what} is {value}", "expected an int of 64 bits")
@@ -641,6 +642,12 @@ def _keywords(
     """The keyword arguments of a function, as symbols."""
     words = ", ".join(_POSITIONAL[role])
     count = len(_POSITIONAL[role])
+    if hasattr(function, "shape"):
+        other = "mask" if role == "mask_mod" else "bias"
+        raise ExpressionError(
+            f"{role} is an array ({in_words(function)}), expected a function"
+            f" of ({words}, *, ...): pass an array of pairs as {other}"
+        )
     try:
         parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError) as error:

@@ -355,6 +355,7 @@ def _seconds(call, *args):
         (lambda x, y: np.clip(x, max=5), lambda x, y: np.minimum(x, 5)),
         (lambda x, y: x.clip(max=y, min=1), lambda x, y: np.clip(x, 1, y)),
         (lambda x, y: x.astype(np.int32), lambda x, y: x),
+        (lambda x, y: x + np.array(y), lambda x, y: x + y),
         (lambda x, y: 5 < x, lambda x, y: x > 5),
         (lambda x, y: np.abs(x), lambda x, y: abs(x)),
         (lambda x, y: np.fix(x / y), lambda x, y: np.trunc(x / y)),

@@ -179,6 +179,7 @@ def test_arrays_on_a_device_are_copied(monkeypatch):
         (ExpressionError, "'ids' is not in mod_arrays", {}),
         (ExpressionError, "neither function names", {"mask_mod": causal}),
         (ExpressionError, "arguments are unknown", {"mask_mod": 3}),
+        (ExpressionError, "an array of pairs as mask", {"mask_mod": IDS}),
     ],
 )
 def test_errors(error, words, changed):

@@ -178,6 +178,13 @@ def test_another_kind_of_gpu():
     )
 
 
+def test_a_device_that_dlpack_does_not_know():
+    text = complaint(UnsupportedError, "forward", k=OnDevice("meta"))
+    assert text.startswith(
+        "k is a test_validate.OnDevice on a device that DLPack does not know"
+    )
+
+
 def test_a_tensor_that_requires_grad():
     tensor = OnDevice(2)
     tensor.requires_grad = True

@@ -124,7 +124,14 @@ def _place(call: str, name: str, array: Any) -> Literal["cpu", "cuda"]:
         )
     # Look on the type first: on an instance the attribute may be computed.
     if hasattr(type(array), "__dlpack_device__"):
-        device_type = int(array.__dlpack_device__()[0])
+        try:
+            device_type = int(array.__dlpack_device__()[0])
+        except ValueError as error:  # PyTorch's "meta" is none of DLPack's
+            raise UnsupportedError(
+                f"{name} is a {type_name(array)} on a device that DLPack does"
+                " not know, expected a NumPy array or an array on a CUDA"
+                f" device ({error})"
+            ) from error
         if device_type in _DLPACK_CUDA:
             return "cuda"
         on_cpu = device_type == _DLPACK_CPU
