@@ -19,6 +19,10 @@ class Kept:
         self._found: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        """A copy keeps nothing: memory of a device stays there."""
+        return Kept, ()
+
     def __len__(self) -> int:
         return len(self._found)
 

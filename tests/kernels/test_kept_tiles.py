@@ -8,17 +8,17 @@ import pytest
 
 import cuflash
 from cuflash.backends import emulator
-from cuflash.backends.emulator import runtime
-from cuflash.backends.emulator.machine import Machine
+from cuflash.backends.emulator import machine, runtime
 from cuflash.plans import expression
 from cuflash.plans.plan import device_of_arch, plan
 from cuflash.request import traced
 from cuflash.request.kept import Kept
 from cuflash.request.problem import Problem
+from helpers.backends import on_kernels
 from helpers.compare import assert_arrays_equal
 from helpers.data import Emulation, inputs
 from helpers.host_compiler import needs_compiler
-from helpers.variants import VARIANTS, case_of
+from helpers.variants import VARIANTS, case_of, placed, shape_of
 
 SIZES = {"batch": 2, "num_heads": 4, "seqlen_q": 100, "seqlen_k": 170}
 DOCUMENTS = VARIANTS["documents"]
@@ -68,10 +68,28 @@ def test_kernels_of_flags_run_once():
         assert_arrays_equal(z, x, "alone")
 
 
+@on_kernels
+def test_hoppers_scheduler_starts_anew(backend, monkeypatch):
+    """From a counter of 0, whatever its memory held."""
+    monkeypatch.setattr(machine, "UNWRITTEN", 1)
+    case = case_of()  # of test_expressions_hopper.py
+    shape = shape_of(case)
+    arrays = placed(backend, DOCUMENTS.arrays(shape))
+    sizes = dict(zip(SIZES, shape, strict=True))
+    with backend.running(case):
+        tiles = cuflash.tile_mask(DOCUMENTS.mask, **sizes, mod_arrays=arrays)
+        q, k, v = map(backend.place, inputs(case)[:3])
+        first = backend.fetch(cuflash.forward(q, k, v, mask_mod=tiles))
+        backend.poison()
+        again = backend.fetch(cuflash.forward(q, k, v, mask_mod=tiles))
+    assert_arrays_equal(again, first, "out")
+    assert len(tiles._kept) == 1
+
+
 @needs_compiler
 def test_while_a_stream_is_captured_nothing_is_kept():
     tiles = mask_of_ids()
-    captured = mock.patch.object(Machine, "queue", lambda _: None)
+    captured = mock.patch.object(machine.Machine, "queue", lambda _: None)
     with entries() as ran, captured:
         cuflash.forward(Q, K, V, mask_mod=tiles)
         cuflash.forward(Q, K, V, mask_mod=tiles)

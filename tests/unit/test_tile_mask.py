@@ -1,5 +1,6 @@
 """`tile_mask`: flags of tiles, and an object that stands for a mask_mod."""
 
+import pickle
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -187,6 +188,14 @@ def test_errors(error, words, changed):
     given = {"mask_mod": documents, **SIZES, "mod_arrays": arrays, **changed}
     with pytest.raises(error, match=words):
         cuflash.tile_mask(given.pop("mask_mod"), **given)
+
+
+def test_a_copy_keeps_nothing():
+    tiles = cuflash.tile_mask(causal, seqlen_q=300, seqlen_k=300)
+    tiles._kept.put("flags", 1)
+    copied = pickle.loads(pickle.dumps(tiles))
+    assert len(copied._kept) == 0 and len(tiles._kept) == 1
+    assert_arrays_equal(copied.flags, tiles.flags, "flags")
 
 
 def test_its_words():
