@@ -81,12 +81,13 @@ def key_of_found(plan: Plan) -> tuple[Any, ...]:
 
 def after_found(plan: Plan) -> Plan:
     """The plan of a call for which these buffers are filled already."""
-    first = plan.launches[0].kernel
-    assert first.file == _FINDERS[0]
     launches = tuple(x for x in plan.launches if x.kernel.file not in _FINDERS)
     counts = "tile_counter" in {x.name for x in plan.workspace}
     if counts and plan.problem.direction == "forward":
-        own = [x for x in first.constants if x[0] in ("Element", "Arguments")]
+        (of_flags,) = (
+            x.constants for x in plan.kernels if x.file == _FINDERS[0]
+        )
+        own = (x for x in of_flags if x[0] in ("Element", "Arguments"))
         constants = (*own, ("NUM_THREADS", 32))
         file = "prepare/tile_counter.cu"
         clear = Launch(KernelPlan(file, "tile_counter", constants, 32), 1)

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import cuflash
@@ -132,8 +133,15 @@ def test_numbers_of_the_score_make_no_difference():
 # Plans ----------------------------------------------------------------------
 
 
-def plan_of(direction, **more):
-    arrays, functions = {"ids": IDS}, {"mask_mod": DOCUMENTS.mask}
+def added(score, b, h, q_idx, kv_idx, *, table):
+    return score + table[h]
+
+
+def plan_of(direction, table=None, **more):
+    functions = {"mask_mod": DOCUMENTS.mask}
+    if table is not None:
+        functions |= {"score_mod": added, "return_dmod": ("table",)}
+    arrays = {"ids": IDS} | ({} if table is None else {"table": table})
     others, named = traced.parted(arrays)
     fields = traced.recorded({**functions, "mod_arrays": others, **named})
     sizes = 2, 512, 512, 4, 2, 64, 64, 1.0
@@ -153,9 +161,17 @@ def test_on_hopper_a_small_kernel_zeroes_the_counter():
     ]  # fmt: skip
     later = expression.after_found(decided)
     assert files(later) == ["prepare/tile_counter.cu", "sm90/forward.cu"]
-    backward = plan_of("backward")
-    later = expression.after_found(backward)
-    assert files(later) == files(backward)[2:]  # its other kernels zero it
+
+
+def test_backward_other_kernels_zero_it():
+    found = ["prepare/tile_flags.cu", "prepare/segment_order.cu"]
+    table = np.zeros(4, np.float32)
+    exact = plan_of("backward", table, deterministic=True)
+    for first, decided in enumerate((plan_of("backward"), exact)):
+        names = files(decided)
+        assert names[first : first + 2] == found
+        rest = names[:first] + names[first + 2 :]
+        assert files(expression.after_found(decided)) == rest
 
 
 def test_with_segment_ids_nothing_is_shared():
