@@ -8,11 +8,12 @@
 >>> dq, dk, dv = vjp(dout)
 
 `forward`, `backward`, `vjp` (both in one), `forward_kvcache`, `merge_states`,
-`apply_rotary`, and `jvp` and `double_backward`, the derivatives of `forward`
-and `backward`, run
-on the device that holds their arrays: on a GPU by CUDA kernels compiled at run
-time, on the CPU by NumPy, in tiles. `cuflash.reference` states every equation
-and computes, in float64, what those tiles do not take.
+`apply_rotary`, `jvp` and `double_backward`, the derivatives of `forward` and
+`backward`, and `weights`, `weight_sums` and `entropy`, which read numbers
+inside the softmax, run on the device that holds their arrays: on a GPU by CUDA
+kernels compiled at run time, on the CPU by NumPy, in tiles.
+`cuflash.reference` states every equation and computes, in float64, what those
+tiles do not take.
 """
 
 from __future__ import annotations
@@ -27,6 +28,14 @@ from cuflash.api.builders import cu_seqlens, rotary_tables, segment_ids
 from cuflash.api.derivatives import double_backward, jvp
 from cuflash.api.kvcache import forward_kvcache
 from cuflash.api.merging import merge_states
+from cuflash.api.readout import (
+    entropy,
+    entropy_backward,
+    weight_sums,
+    weight_sums_backward,
+    weights,
+    weights_backward,
+)
 from cuflash.api.rotary import apply_rotary
 from cuflash.api.tile_mask import TileMask, tile_mask
 from cuflash.api.vjp import vjp
@@ -60,6 +69,8 @@ __all__ = [
     "backward",
     "cu_seqlens",
     "double_backward",
+    "entropy",
+    "entropy_backward",
     "forward",
     "forward_kvcache",
     "jvp",
@@ -68,6 +79,10 @@ __all__ = [
     "segment_ids",
     "tile_mask",
     "vjp",
+    "weight_sums",
+    "weight_sums_backward",
+    "weights",
+    "weights_backward",
 ]
 
 

@@ -7,7 +7,8 @@ arrays of three or four axes need ``heads_first=True``.
 Read `softmax` and `tile_state` first, then `attention` (every matrix
 materialised; `jacobians` derives its gradient), then `forward` and `backward`
 (the tiled algorithms; `original` is FlashAttention as first published), `jvp`
-and `double_backward` (their derivatives, along `tangents`).
+and `double_backward` (their derivatives, along `tangents`). `readouts` are
+numbers inside the softmax, without its matrix.
 `machine`, `traffic` (`early_schedules`: what the sources try first),
 `intensity` and `roofline` count their costs, `multihead` adds the projections,
 and `running` applies the idea of online softmax to the variance.
@@ -98,6 +99,7 @@ from . import (
     options,
     original,
     packed,
+    readouts,
     roofline,
     rotary,
     running,
@@ -128,6 +130,7 @@ __all__ = [
     "options",
     "original",
     "packed",
+    "readouts",
     "roofline",
     "rotary",
     "running",

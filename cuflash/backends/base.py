@@ -128,3 +128,9 @@ class Runner(Protocol):
 
     def double_backward(self, call: Call) -> tuple[Any, ...]:
         """d2q, d2k, d2v, ddout; those of options, ddlse if requested."""
+
+    def readout(self, call: Call) -> Any:
+        """Weights, their sums or entropies."""
+
+    def readout_backward(self, call: Call) -> tuple[Any, ...]:
+        """dq, dk, dlse; drow_weights, as the user passed it, if requested."""

@@ -38,3 +38,13 @@ class Host:
         """d2q, d2k, d2v, ddout; of logits and lse if wanted."""
         plan.check(call.problem)
         return self._numpy.double_backward(call)
+
+    def readout(self, call: Call) -> Any:
+        """Weights, their sums or entropies."""
+        plan.check(call.problem)
+        return self._numpy.readout(call)
+
+    def readout_backward(self, call: Call) -> tuple[Any, ...]:
+        """dq, dk, dlse; that of row weights if wanted."""
+        plan.check(call.problem)
+        return self._numpy.readout_backward(call)

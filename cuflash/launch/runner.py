@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cuflash.backends.base import Backend
-from cuflash.launch import attention, derivatives, kvcache, rows
+from cuflash.launch import attention, derivatives, kvcache, readouts, rows
 from cuflash.request.problem import Call
 
 
@@ -51,3 +51,11 @@ class Kernels:
     def double_backward(self, call: Call) -> tuple[Any, ...]:
         """d2q, d2k, d2v, ddout; of options, and ddlse, if wanted."""
         return derivatives.double_backward(call, self.backend)
+
+    def readout(self, call: Call) -> Any:
+        """Weights, their sums or entropies, in full rank."""
+        return readouts.readout(call, self.backend)
+
+    def readout_backward(self, call: Call) -> tuple[Any, ...]:
+        """dq, dk, dlse in full rank; drow_weights if wanted."""
+        return readouts.readout_backward(call, self.backend)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
+
 
 class Bridges(NamedTuple):
     """What takes tensors, and what takes JAX's arrays; "" if nothing does."""
@@ -42,6 +44,7 @@ _BY_CALL = {
         "cuflash.torch.apply_rotary", "cuflash.jax.apply_rotary"
     ),
     "distributed": Bridges("cuflash.torch.distributed_attention", ""),
+    **dict.fromkeys((*READOUTS, *READOUT_GRADIENTS), Bridges("", "")),
 }
 
 
@@ -62,7 +65,11 @@ def requiring_grad(call: str, name: str) -> str:
         return f"attention over caches has no gradients: {detached}"
     if call == "forward":
         detached += " and call cuflash.backward"
+    if call in READOUTS:
+        return f"{detached} and call cuflash.{call}_backward"
     bridge = _BY_CALL[call].torch
+    if not bridge:
+        return f"its gradients have none of their own: {detached}"
     return f"for automatic differentiation write {bridge} (or {detached})"
 
 

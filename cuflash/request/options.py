@@ -236,7 +236,7 @@ INDICES = frozenset(
     (
         *(x.name for x in TABLE if x.array and x.array.integers),
         "cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad",
-        "positions",
+        "positions", "queries", "keys", "heads",
     )
 )  # fmt: skip
 

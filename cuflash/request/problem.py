@@ -14,6 +14,7 @@ from typing import Any, Literal
 from cuflash.expressions.nodes import Node
 from cuflash.expressions.trace import ArrayKind
 from cuflash.request.kept import Kept
+from cuflash.request.readout import Readout
 
 DType = Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -146,12 +147,15 @@ class Problem:
     of one: the capacity. A ``"jvp"`` problem is a forward problem with
     tangents; a ``"double_backward"`` problem is a backward problem with
     cotangents, in which ``return_dbias`` asks for d2bias and ``return_dsink``
-    for d2sink.
+    for d2sink. A problem of `READOUTS` or `READOUT_GRADIENTS` has no values:
+    ``head_dim_v`` equals ``head_dim``. It has no dropout either, which acts on
+    values alone.
     """
 
     direction: Literal[
         "forward", "backward", "merge", "rotary", "kvcache", "jvp",
-        "double_backward",
+        "double_backward", "weights", "weight_sums", "entropy",
+        "weights_backward", "weight_sums_backward", "entropy_backward",
     ]  # fmt: skip
     dtype: DType
     batch: int
@@ -193,6 +197,7 @@ class Problem:
     tangents: Tangents | None = None
     return_ddlse: bool = False
     num_states: int = 0
+    readout: Readout | None = None
 
     @functools.cached_property
     def options(self) -> tuple[str, ...]:
@@ -262,7 +267,7 @@ class Signature:
         The array options, broadcast to their full shapes; those that a user's
         function reads, as ``mod_arrays[0]`` and so on; cos, sin and
         positions of `apply_rotary`; of `forward_kvcache` every array but
-        q, out, the caches, k_new and v_new.
+        q, out, the caches, k_new and v_new; `READOUT_ARRAYS`.
     bias_shape : tuple of int
         The shape of the bias as the user passed it, which dbias has too.
     tangents : mapping of str to Layout
@@ -342,8 +347,10 @@ class Call:
     def arrays(self) -> Mapping[str, Any]:
         """The inputs as views in full rank.
 
-        q, k, v, out and dout are (batch, seqlen, heads, head_dim), lse and
-        dlse (batch, num_heads_q, seqlen_q). Any strides.
+        q, k, v, out and dout are (batch, seqlen, heads, head_dim), lse, dlse
+        and dentropy (batch, num_heads_q, seqlen_q), dsums (batch,
+        num_heads_q, seqlen_k), dweights (batch, heads, queries, keys). Any
+        strides.
         """
         return {name: self._full(name, x) for name, x in self.given.items()}
 
@@ -380,9 +387,15 @@ class Call:
         rank = self.signature.rank
         if rank == 4 or array.ndim == 4:  # caches, where q is packed
             return array
-        is_lse = name.startswith(("lse", "dlse"))
-        missing = _MISSING_LSE if is_lse else _MISSING
+        if name == "dweights":
+            return array[(None,) * (4 - array.ndim)]
+        missing = _MISSING_LSE if like_lse(name) else _MISSING
         return array[missing[rank]]
+
+
+def like_lse(name: str) -> bool:
+    """Whether an array has the dtype of lse, and its axes."""
+    return name.startswith(("lse", "dlse", "dsums", "dentropy"))
 
 
 # Indices that insert the axes that the user left out.

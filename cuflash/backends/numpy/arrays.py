@@ -21,7 +21,9 @@ from cuflash.request.problem import Call, Problem
 
 Arrays = dict[str, np.ndarray]
 
-KEYS = ("k", "v")  # all others that are no option's have queries
+KEYS = ("k", "v")  # of a group's heads
+# All others that are no option's have queries.
+OF_KEYS = (*KEYS, "sums", "maxima")
 OPTIONS = {x.name: x.array for x in TABLE if x.array and x.array.axes}
 # Logits, which have gradients: the argument that asks for each.
 LOGITS = {x.needs[0]: x.name for x in TABLE if x.of_gradients and x.needs}
@@ -109,7 +111,7 @@ def heads_first(name: str, array: np.ndarray, problem: Problem) -> np.ndarray:
         if sizes.pop("num_heads_q", 1) == 1:
             groups = 1, 1
         return array.reshape(batch, *groups, *sizes.values())
-    if array.ndim == 3:  # lse
+    if array.ndim == 3:  # lse, sums
         return array.reshape(len(array), *groups, array.shape[-1])
     batch, seqlen_q, _, d = array.shape
     return array.reshape(batch, seqlen_q, *groups, d).transpose(0, 2, 3, 1, 4)

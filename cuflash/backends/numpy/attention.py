@@ -30,6 +30,7 @@ from cuflash.backends.numpy.arrays import (
 from cuflash.backends.numpy.expressions import gradients
 from cuflash.backends.numpy.kinds import LARGEST_COTANGENT, LARGEST_VALUE, Kind
 from cuflash.backends.numpy.parts import parts
+from cuflash.backends.numpy.readouts import readout, readout_backward
 from cuflash.backends.numpy.reference import LARGEST_FLOAT32
 from cuflash.reference import kvcache
 from cuflash.reference.packed import spans
@@ -46,6 +47,8 @@ __all__ = [
     "forward_kvcache",
     "jvp",
     "merge_states",
+    "readout",
+    "readout_backward",
 ]
 
 # Overflow and NaN are valid results, whatever the caller's np.errstate.

@@ -126,11 +126,11 @@ def find(
     whose D is NaN. Return also the `Kind` that each batch element has without
     all these.
     """
-    (q, k, v), scale = (values.arrays[x] for x in "qkv"), options["scale"]
+    (q, k), scale = (values.arrays[x] for x in "qk"), options["scale"]
     largest, seqlen_k = max(1, abs(scale)), k.shape[-2]
     of_q, nan_q = _lengths(q)
     of_k, nan_k = _lengths(k)
-    keys, nan_v = _beyond(v, values.largest)
+    keys, nan_v = _beyond(values.arrays.get("v", k[..., :0]), values.largest)
     keys |= ~(largest * of_k <= LARGEST_SCORE)
     for x in values.moved("k", "v"):
         keys |= np.logical_or(*_beyond(x, values.largest))

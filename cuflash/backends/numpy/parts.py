@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.backends.numpy.arrays import KEYS, OPTIONS, Arrays
+from cuflash.backends.numpy.arrays import OF_KEYS, OPTIONS, Arrays
 from cuflash.backends.numpy.flagged import (
     Flagged,
     Values,
@@ -47,9 +47,12 @@ class Part(NamedTuple):
         return {
             name: of_heads(x, self.heads)
             if name in OPTIONS
-            else x[(*self.heads, self.keys if name in KEYS else self.queries)]
+            else x[(*self.heads, self._tokens(name))]
             for name, x in arrays.items()
         }
+
+    def _tokens(self, name: str) -> slice:
+        return self.keys if name in OF_KEYS else self.queries
 
     def bounded(self, own: Arrays) -> Arrays:
         """Return its own arrays with 0 for what is flagged."""

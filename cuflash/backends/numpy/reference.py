@@ -7,7 +7,7 @@ rows' own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from cuflash.reference import backward as backward_of
 from cuflash.reference import double_backward as double_backward_of
 from cuflash.reference import forward as forward_of
 from cuflash.reference import jvp as jvp_of
+from cuflash.reference import readouts as readouts_of
+from cuflash.reference.options import Tile
 
 REFERENCE_BLOCK = 128  # rows of a tile
 PAIRS = 128 * 128  # of a tile: its scores in float64 are 128 KiB
@@ -66,6 +68,60 @@ def double_backward(
         if y is not None
     }
     rows.put(gradients, by_name)
+
+
+def weights(rows: Rows, own: Arrays, columns: np.ndarray) -> np.ndarray:
+    """Return the weights of the rows, and of some columns."""
+    given = _arguments(rows, own)
+    for name in ("block_q", "block_k"):
+        del given[name]
+    return readouts_of.weights(**given, keys=columns)
+
+
+def weight_sums(
+    rows: Rows, own: Arrays, row_weights: np.ndarray, counts: np.ndarray
+) -> np.ndarray:
+    """Return the rows' sums."""
+    given = _arguments(rows, own)
+    return readouts_of.weight_sums(
+        **given, row_weights=row_weights, chosen=counts
+    )
+
+
+def maxima(
+    rows: Rows, own: Arrays, row_weights: np.ndarray, counts: np.ndarray
+) -> readouts_of.Maxima:
+    """Return the rows' maxima, with the rows' indices in their part."""
+    given = _arguments(rows, own)
+    value, row = readouts_of.maxima(
+        **given, row_weights=row_weights, chosen=counts
+    )
+    return readouts_of.Maxima(value, np.where(row < 0, -1, rows.index[row]))
+
+
+def entropy(rows: Rows, own: Arrays, results: Arrays) -> None:
+    """Write the rows' entropies."""
+    found = readouts_of.entropy(**_arguments(rows, own))
+    rows.put(results, {"entropy": found})
+
+
+def readout_gradients(
+    rows: Rows,
+    own: Arrays,
+    factor: Callable[[Tile, np.ndarray], np.ndarray],
+    row_factor: np.ndarray,
+    counts: np.ndarray,
+    gradients: Arrays,
+) -> None:
+    """Add the rows' gradients of a readout to all."""
+    found = readouts_of.gradients(
+        **_arguments(rows, own),
+        factor=factor,
+        row_factor=row_factor,
+        chosen=counts,
+    )
+    by_name = zip(("q", "k", "lse", "row_weights"), found, strict=True)
+    rows.add(gradients, dict(by_name))
 
 
 def _arguments(rows: Rows, own: Arrays) -> dict[str, Any]:

@@ -184,10 +184,15 @@ class Shift(NamedTuple):
 
     def weights(self, s: np.ndarray) -> np.ndarray:
         """Return P = exp(S - lse), in place."""
+        s = self.logarithms(s)
+        return np.exp(s, out=s)
+
+    def logarithms(self, s: np.ndarray) -> np.ndarray:
+        """Return log P = S - lse, in place."""
         s -= self.shift
         if self.rest is not None:
             s -= self.rest
-        return np.exp(s, out=s)
+        return s
 
 
 # The gradients of a sink ----------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from cuflash.errors import UnsupportedError
 from cuflash.request import checks, traced
@@ -158,7 +158,7 @@ def split_options(options: dict[str, Any]) -> Asked:
 
 @remembered
 def signature_of(
-    direction: Literal["forward", "backward", "jvp", "double_backward"],
+    direction: str,
     seen: tuple[tuple, ...],
     scalars: Scalars,
     asked: Numbers,
@@ -170,21 +170,27 @@ def signature_of(
 ) -> Signature:
     """Check a forward or backward call; nothing here depends on the data.
 
-    Or a jvp call but for its tangents, or a double_backward call.
+    Or a jvp call but for its tangents, or a double_backward call; or a call
+    of READOUTS, which has no v, but for its choices.
     """
     check_one_device(seen + seen_options)
     scale, causal, block_q, block_k, precision = scalars
     numbers_asked = dict(asked)
     arrays = Arrays(seen)
     arrays.check_same("k", ("batch", "head_dim"), "q")
-    arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
-    arrays.check_sizes("k", "v")
+    v = "v" if "v" in arrays.shapes else "k"
+    if v == "v":
+        arrays.check_same("v", ("batch", "seqlen", "heads"), "k")
+    arrays.check_sizes("k", v)
     for name in ("out", "dout"):
         if name in arrays.shapes:
             arrays.check_like_out(name, "v")
-    for name in ("lse", "dlse"):
+    for name in ("lse", "dlse", "dentropy"):
         if name in arrays.shapes:
             arrays.check_same(name, AXES_LSE, "q")
+    if "dsums" in arrays.shapes:
+        arrays.check_same("dsums", ("batch", "heads"), "q")
+        arrays.check_same("dsums", ("seqlen",), "k")
     for name in ("dq", "dk", "dv"):
         if name in arrays.shapes:
             arrays.check_same(name, AXES, name[1:])
@@ -217,7 +223,7 @@ def signature_of(
     problem = arrays.problem(
         direction,
         "q",
-        "v",
+        v,
         scale=scale,
         causal=causal,
         block_q=block_q,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.errors import DTypeError, ShapeError, UnsupportedError
-from cuflash.request.problem import Layout, Problem
+from cuflash.request.problem import Layout, Problem, like_lse
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -64,11 +64,11 @@ class Arrays:
 
     def rank_of(self, name: str) -> int:
         """The rank that an array must have."""
-        return self.rank - _is_lse(name)
+        return self.rank - like_lse(name)
 
     def axes_of(self, name: str) -> tuple[str, ...]:
         """The names of an array's axes in full rank."""
-        return AXES_LSE if _is_lse(name) else AXES
+        return AXES_LSE if like_lse(name) else AXES
 
     def check_first(self) -> None:
         """Check the dtype and the rank of the first array."""
@@ -86,7 +86,7 @@ class Arrays:
 
     def check_dtype(self, name: str, got: str) -> None:
         """Check an array's dtype against that of the first."""
-        if not _is_lse(name):
+        if not like_lse(name):
             if got != self.dtype:
                 raise DTypeError(
                     f"{name} has dtype {got}, expected {self.dtype} as in "
@@ -112,7 +112,7 @@ class Arrays:
 
     def _other_array(self, name: str) -> str:
         """Advice where another array was passed as `name`."""
-        if _is_lse(name) and self.shapes[name] == self.shapes[self.first]:
+        if like_lse(name) and self.shapes[name] == self.shapes[self.first]:
             return f": pass {name} as forward returns it with return_lse=True"
         batch = self.shapes[self.first][:1]
         is_lse = self.rank == 4 and self.shapes[name][:1] == batch
@@ -122,7 +122,7 @@ class Arrays:
 
     def _full(self, name: str, shape: tuple) -> tuple:
         """A shape, or strides, in full rank; inserted axes have 1."""
-        if not _is_lse(name):
+        if not like_lse(name):
             return in_full_rank(shape)
         return (1,) * (3 - len(shape)) + shape
 
@@ -167,7 +167,7 @@ class Arrays:
 
     def _turned(self, name: str, other: str) -> str:
         """Advice for an lse whose last two axes are those of `other`."""
-        if not _is_lse(name) or self.rank == 2:
+        if not like_lse(name) or self.rank == 2:
             return ""
         batch, seqlen, heads, _ = self.full[other]
         if self.full[name] != (batch, seqlen, heads):
@@ -251,7 +251,7 @@ class Arrays:
         layouts += [
             f"of {name} {_LAYOUTS_LSE[self.rank]}"
             for name in known
-            if _is_lse(name)
+            if like_lse(name)
         ]
         return f"({shapes}; {', '.join(layouts)})"
 
@@ -261,10 +261,6 @@ def in_full_rank(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if len(sizes) == 4:
         return sizes
     return (1, *sizes) if len(sizes) == 3 else (1, sizes[0], 1, sizes[1])
-
-
-def _is_lse(name: str) -> bool:
-    return name.startswith(("lse", "dlse"))
 
 
 def check_integers(name: str, dtype: Any) -> None:

@@ -1,0 +1,133 @@
+"""Which queries, keys and heads a call chooses: indices, slices, flags.
+
+A call gets them as int32 indices, or as flags of queries. What the host knows
+(slices, sequences of ints, NumPy arrays) is checked here and sent to the
+device of the call; the values of an array on a device are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cuflash.api.arrays import on_cuda
+from cuflash.errors import DTypeError, ShapeError, in_words
+from cuflash.request.validate.readouts import indices as check_indices
+from cuflash.request.validate.shapes import check_integers
+
+# The axis of q, or of k, in full rank, that each chooses from.
+_AXES = {"queries": ("q", 1), "keys": ("k", 1), "heads": ("q", 2)}
+
+
+def split(
+    choices: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those that the host knows, and arrays that may be on a device."""
+    on_host: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, x in choices.items():
+        if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
+            raise DTypeError(
+                f"{name} is {in_words(x)}, expected indices or a slice: of "
+                f"one, pass [{x}]"
+            )
+        if x is not None:
+            known = isinstance(x, (slice, range, list, tuple, np.ndarray))
+            (on_host if known else arrays)[name] = x
+    return on_host, arrays
+
+
+def indices(
+    on_host: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Indices that the host knows, in the library of q.
+
+    Parameters
+    ----------
+    on_host : mapping of str to slice, sequence or ndarray
+        What is chosen, of queries, keys and heads.
+    arrays : mapping of str to array
+        q and k, of any rank.
+    """
+    return {
+        name: _as(arrays["q"], _indices(name, x, _length(name, arrays)))
+        for name, x in on_host.items()
+    }
+
+
+def flags(queries: Any, q: Any) -> Any:
+    """One flag for each query, (seqlen_q,) or (batch, seqlen_q).
+
+    Parameters
+    ----------
+    queries : slice, sequence, or array of indices or of bool
+    q : array
+    """
+    length = _length("queries", {"q": q})
+    if isinstance(queries, slice):
+        chosen = np.zeros(length, bool)
+        chosen[_range("queries", queries, length)] = True
+        return _as(q, chosen)
+    known = isinstance(queries, (range, list, tuple, np.ndarray))
+    x = np.asarray(queries) if known else queries
+    if np.dtype(x.dtype).kind == "b":
+        if x.shape[-1:] != (length,):
+            raise ShapeError(
+                f"queries has shape {tuple(x.shape)}, expected flags of "
+                f"{length} queries in its last axis"
+            )
+        return _as(q, x) if known else x
+    if not known:
+        check_integers("queries", x.dtype)
+        return on_cuda().flags_of(x, length)
+    x = _checked("queries", x, length)
+    if x.ndim not in (1, 2):
+        raise ShapeError(
+            f"queries has shape {x.shape}, expected (n,) or (batch, n)"
+        )
+    chosen = np.zeros((*x.shape[:-1], length), bool)
+    np.put_along_axis(chosen, x, True, axis=-1)
+    return _as(q, chosen)
+
+
+def _length(name: str, arrays: Mapping[str, Any]) -> int:
+    """How many there are; 0 of an array that is refused later."""
+    array, axis = _AXES[name]
+    shape = tuple(arrays[array].shape)
+    if len(shape) == 2:
+        return (1, shape[0], 1)[axis]
+    shape = shape if len(shape) == 4 else (1, *shape)
+    return int(shape[axis]) if axis < len(shape) else 0
+
+
+def _indices(name: str, x: Any, length: int) -> np.ndarray:
+    if isinstance(x, slice):
+        return np.arange(length, dtype=np.int32)[_range(name, x, length)]
+    return _checked(name, np.asarray(x), length).astype(np.int32)
+
+
+def _range(name: str, chosen: slice, length: int) -> slice:
+    try:
+        chosen.indices(length)
+    except TypeError as error:
+        raise DTypeError(f"{name} is {chosen}: {error}") from None
+    return chosen
+
+
+def _checked(name: str, x: np.ndarray, length: int) -> np.ndarray:
+    """Indices in range, those from the end made positive."""
+    if x.dtype.kind == "b" and x.shape == (length,):
+        return np.flatnonzero(x)
+    if not x.size and x.dtype.kind == "f":  # an empty list
+        x = x.astype(np.int32)
+    check_integers(name, x.dtype)
+    x = x.astype(np.int64)
+    check_indices(name, x, length)
+    return np.where(x < 0, x + length, x)
+
+
+def _as(like: Any, x: np.ndarray) -> Any:
+    """An array of the host where another array is."""
+    return x if isinstance(like, np.ndarray) else on_cuda().on_device(x, like)

@@ -1,0 +1,164 @@
+"""Runs `weights`, `weight_sums`, `entropy` and their gradients by NumPy.
+
+As `attention` does: tiles in the arrays' own precision (`readout_tiles`),
+rows that are UNBOUNDED by the reference, in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuflash.backends.numpy import readout_tiles as tiles
+from cuflash.backends.numpy import reference
+from cuflash.backends.numpy.arrays import (
+    Arrays,
+    dtype_of,
+    heads_first,
+    operands,
+    options,
+)
+from cuflash.backends.numpy.parts import Part, parts
+from cuflash.backends.numpy.rows import Rows
+from cuflash.backends.numpy.scores import of_heads
+from cuflash.reference.scores import reduce_to_shape
+from cuflash.request.problem import Call
+
+# Overflow and NaN are valid results, whatever the caller's np.errstate.
+_quiet = np.errstate(all="ignore")
+
+_INPUTS = "q", "k", "lse"
+
+
+@_quiet
+def readout(call: Call) -> np.ndarray:
+    """Return weights, their sums, or entropies, in full rank."""
+    found: np.ndarray = _READ[call.problem.direction](call)
+    return found
+
+
+@_quiet
+def readout_backward(call: Call) -> tuple[np.ndarray, ...]:
+    """Return dq, dk and dlse; drow_weights, as the user passed it."""
+    p, arrays, of_call = call.problem, _inputs(call), options(call)
+    assert p.readout is not None
+    results = {
+        "q": np.zeros(call.arrays["q"].shape, dtype_of(call)),
+        "k": np.zeros(call.arrays["k"].shape, dtype_of(call)),
+        "lse": np.zeros(call.arrays["lse"].shape, p.lse_dtype),
+    }
+    of_rows = np.zeros_like(results["lse"])
+    written = {x: heads_first(x, y, p) for x, y in results.items()}
+    written["row_weights"] = heads_first("row_weights", of_rows, p)
+    add = _DIFFERENTIATE[p.direction](call)
+    for part in parts(call, of_call, arrays):
+        own = part.of(arrays)
+        found = {x: np.zeros_like(own[x]) for x in _INPUTS}
+        found["row_weights"] = np.zeros_like(own["lse"])
+        add(part, own, found)
+        for name in ("q", "k"):
+            found[name] *= p.scale
+        for name, x in part.of(written).items():
+            x[...] = found[name]
+    gradients = tuple(results.values())
+    if not p.readout.return_drow_weights:
+        return gradients
+    own_shape = call.options["row_weights"].shape
+    full = of_rows[(0,) * (4 - call.rank)] if call.rank < 4 else of_rows
+    return *gradients, reduce_to_shape(full, own_shape)
+
+
+def _inputs(call: Call) -> Arrays:
+    """q, k and lse in the dtype to compute with."""
+    arrays = operands(call)
+    return {x: arrays[x] for x in _INPUTS}
+
+
+# Sums over queries ----------------------------------------------------------
+
+
+def _weight_sums(call: Call) -> np.ndarray:
+    p, arrays, of_call = call.problem, _inputs(call), options(call)
+    assert p.readout is not None
+    shape = p.batch, p.num_heads_q, p.seqlen_k
+    found = np.zeros(shape)
+    sums = {"sums": heads_first("sums", found, p)}
+    for part in parts(call, of_call, arrays):
+        own, total = part.of(arrays), part.of(sums)["sums"]
+        rows = _row_numbers(call, part)
+        if p.readout.reduce == "max":
+            best = _maxima(part, own, rows, total.shape)
+            total[...] = np.where(best.row < 0, 0, best.value)
+            continue
+        tiles.weight_sums(
+            part.bounded(own), _of_tiles(rows, part), total, part.options
+        )
+        for some in part.rows():
+            of_heads(total, some.heads)[...] += reference.weight_sums(
+                some, own, *_of_rows(rows, some)
+            )
+    return found.astype(p.lse_dtype)
+
+
+def _maxima(
+    part: Part, own: Arrays, rows: tiles.RowNumbers, shape: tuple[int, ...]
+) -> tiles.Maxima:
+    """Of each key of a part, over the queries that count."""
+    best = tiles.Maxima.none(shape)
+    tiles.maxima(part.bounded(own), _of_tiles(rows, part), best, part.options)
+    for some in part.rows():
+        found = reference.maxima(some, own, *_of_rows(rows, some))
+        best.add(some.heads, *found)
+    return best
+
+
+def _row_numbers(call: Call, part: Part) -> tiles.RowNumbers:
+    """The row weights of a part's queries, and which of them count."""
+    p = call.problem
+    shape = p.batch, p.num_heads_q, p.seqlen_q
+    factor = call.options.get("row_weights", np.ones((), p.lse_dtype))
+    counts = call.options.get("chosen", np.ones((), bool))
+    counts = counts[:, None] if counts.ndim == 2 else counts
+    found = {
+        name: heads_first("lse", np.broadcast_to(x, shape), p)
+        for name, x in (("factor", factor), ("counts", counts))
+    }
+    return tiles.RowNumbers(**part.of(found))
+
+
+def _of_tiles(rows: tiles.RowNumbers, part: Part) -> tiles.RowNumbers:
+    """Without the rows that are the reference's."""
+    if part.flagged is None:
+        return rows
+    return rows._replace(counts=rows.counts & ~part.flagged.rows)
+
+
+def _of_rows(
+    rows: tiles.RowNumbers, some: Rows
+) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of some rows."""
+    found = some.of({"factor": rows.factor, "counts": rows.counts})
+    return found["factor"], found["counts"]
+
+
+def _entropy(call: Call) -> np.ndarray:
+    p, arrays, of_call = call.problem, _inputs(call), options(call)
+    found = np.zeros(call.arrays["lse"].shape, p.lse_dtype)
+    written = {"entropy": heads_first("entropy", found, p)}
+    for part in parts(call, of_call, arrays):
+        own, result = part.of(arrays), part.of(written)
+        tiles.entropy(part.bounded(own), result["entropy"], part.options)
+        for some in part.rows():
+            reference.entropy(some, own, result)
+    return found
+
+
+def _weights(call: Call) -> np.ndarray:
+    raise NotImplementedError
+
+
+_READ = {
+    "weights": _weights, "weight_sums": _weight_sums, "entropy": _entropy,
+}  # fmt: skip
+_DIFFERENTIATE: dict[str, Any] = {}

@@ -1,0 +1,466 @@
+r"""Numbers inside the softmax, without the (seqlen_q, seqlen_k) matrices.
+
+With scores x and lse of a forward pass, P_ij = exp(x_ij - lse_i), tile by
+tile as backward has it, and of all or some rows, with weights r_i,
+
+.. math::
+    c_j &= \sum_i r_i P_{ij} \quad\text{or}\quad \max_i r_i P_{ij} \\
+    H_i &= -\sum_j P_{ij} \log P_{ij} = \sum_j P_{ij} (lse_i - x_{ij})
+
+The second form of the entropy takes no logarithm of a weight: where P
+underflows its term is 0, the limit. Sums and maxima include visible pairs
+alone; a row that sees no key has entropy 0, a key that no row sees a sum and
+a maximum of 0. With a sink, which lse includes, rows of P add up to less than
+1. Dropout acts on out, not on P.
+
+Gradients take lse as an input of its own: P depends on it by
+:math:`\partial P_{ij} / \partial lse_i = -P_{ij}`, on x by the opposite. All
+have one form, with a number r_i of the row and g_ij of the pair:
+
+.. math::
+    dX_{ij} &= P_{ij}\, r_i g_{ij},\quad dlse_i = -\sum_j dX_{ij} \\
+    dQ_i &= scale \sum_j dX_{ij} x'_{ij} K_j,\quad
+    dK_j = scale \sum_i dX_{ij} x'_{ij} Q_i
+
+where x' is the slope of a softcap and a score_mod. g is dW_ij for weights,
+dc_j for their sums (for the maximum, 0 but in the row that has it), and for
+entropies, with r = dH, lse_i - x_ij - 1: the derivative of -P log P with
+respect to x.
+
+Example
+-------
+Which keys the queries look at, and how widely each query does:
+
+>>> import numpy as np
+>>> from cuflash.reference.attention import attention
+>>> from cuflash.reference.readouts import entropy, weight_sums, weights
+>>> q, k = 3 * np.eye(4), np.eye(4)
+>>> _, lse = attention(q, k, k, scale=1, causal=True)
+>>> print(weights(q, k, lse, scale=1, causal=True).round(2))
+[[1.   0.   0.   0.  ]
+ [0.05 0.95 0.   0.  ]
+ [0.05 0.05 0.91 0.  ]
+ [0.04 0.04 0.04 0.87]]
+>>> print(weight_sums(q, k, lse, scale=1, causal=True).round(2))
+[1.13 1.04 0.95 0.87]
+>>> print(entropy(q, k, lse, scale=1, causal=True).round(2) + 0.0)
+[0.   0.19 0.37 0.53]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .attention import default_scale
+from .lse_rest import lse_rests
+from .masks import masked, masked_product, tiles
+from .options import Options, Scores, Tile, Tiles
+from .scores import quiet
+from .tile_state import probabilities_from_lse
+
+# g of a tile's pairs, from the tile and log P.
+Factor = Callable[[Tile, np.ndarray], np.ndarray]
+
+
+class Maxima(NamedTuple):
+    """The largest r_i P_ij of each key, and its row; -1 without one."""
+
+    value: np.ndarray
+    row: np.ndarray
+
+
+def weights(
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    *,
+    queries: Any = None,
+    keys: Any = None,
+    scale: float | None = None,
+    **options: Any,
+) -> np.ndarray:
+    """Return P of some queries and keys, a row at a time.
+
+    Parameters
+    ----------
+    q : array_like, (..., seqlen_q, head_dim)
+    k : array_like, (..., seqlen_k, head_dim)
+    lse : array_like, (..., seqlen_q)
+        Of `attention`.
+    queries, keys : sequence of int, optional
+        Rows and columns, of which negative ones count from the end; all by
+        default.
+    scale : float, optional
+    **options
+        Fields of `options.Options`.
+
+    Returns
+    -------
+    ndarray of float64, (..., queries, keys)
+        0 where a key is not visible.
+    """
+    p = _Pass(q, k, lse, scale, (1, max(np.shape(k)[-2], 1)), options)
+    rows = np.arange(p.pairs.seqlen_q)
+    rows = rows if queries is None else rows[np.asarray(queries, int)]
+    columns = np.arange(p.pairs.seqlen_k)
+    columns = columns if keys is None else columns[np.asarray(keys, int)]
+    found = np.zeros((*p.q.shape[:-2], len(rows), len(columns)))
+    for place, i in enumerate(rows.tolist()):
+        for tile in p.tiles(i, i + 1):
+            found[..., place, :] = tile.p[..., 0, columns]
+    return found
+
+
+def weight_sums(
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    *,
+    row_weights: np.ndarray | None = None,
+    chosen: np.ndarray | None = None,
+    reduce: str = "sum",
+    scale: float | None = None,
+    block_q: int = 64,
+    block_k: int = 64,
+    **options: Any,
+) -> np.ndarray:
+    r"""Return :math:`\sum_i r_i P_{ij}`, or the maximum, of chosen rows.
+
+    Parameters
+    ----------
+    q, k, lse, scale, **options
+        As in `weights`.
+    row_weights : array_like, broadcastable to (..., seqlen_q), optional
+        r; 1 by default.
+    chosen : array_like of bool, broadcastable to (..., seqlen_q), optional
+        All by default.
+    reduce : {"sum", "max"}
+    block_q, block_k : int, optional
+        Tile sizes; they need not divide the lengths.
+
+    Returns
+    -------
+    ndarray of float64, (..., seqlen_k)
+        0 for a key that no chosen row sees.
+    """
+    p = _Pass(q, k, lse, scale, (block_q, block_k), options, chosen)
+    r = p.of_rows(row_weights)
+    if reduce == "max":
+        best = _maxima(p, r)
+        return np.where(best.row < 0, 0.0, best.value)
+    found = np.zeros(p.k.shape[:-1])
+    for tile in p.all_tiles():
+        terms = tile.p * r[..., tile.place.queries, None]
+        found[..., tile.place.keys] += masked(terms, tile.visible).sum(-2)
+    return found
+
+
+def maxima(
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    *,
+    row_weights: np.ndarray | None = None,
+    chosen: np.ndarray | None = None,
+    scale: float | None = None,
+    block_q: int = 64,
+    block_k: int = 64,
+    **options: Any,
+) -> Maxima:
+    """Return the largest r_i P_ij of each key, and the row that has it.
+
+    Parameters
+    ----------
+    q, k, lse, row_weights, chosen, scale, block_q, block_k, **options
+        As in `weight_sums`.
+    """
+    p = _Pass(q, k, lse, scale, (block_q, block_k), options, chosen)
+    return _maxima(p, p.of_rows(row_weights))
+
+
+def entropy(
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int = 64,
+    block_k: int = 64,
+    **options: Any,
+) -> np.ndarray:
+    r"""Return :math:`H_i = \sum_j P_{ij} (lse_i - x_{ij})`.
+
+    Parameters
+    ----------
+    q, k, lse, scale, block_q, block_k, **options
+        As in `weight_sums`.
+
+    Returns
+    -------
+    ndarray of float64, (..., seqlen_q)
+        0 for a row that sees no key.
+    """
+    p = _Pass(q, k, lse, scale, (block_q, block_k), options)
+    found = np.zeros(p.lse.shape)
+    for tile in p.all_tiles():
+        found[..., tile.place.queries] -= (tile.p * tile.log_p).sum(-1)
+    return found
+
+
+# Gradients ------------------------------------------------------------------
+
+
+class Gradients(NamedTuple):
+    """Gradients with respect to q, k and lse.
+
+    drow_weights, of `weight_sums`, has the axes of lse: rowsum(P * g).
+    """
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dlse: np.ndarray
+    drow_weights: np.ndarray
+
+
+def weights_backward(
+    dweights: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    *,
+    queries: Any = None,
+    keys: Any = None,
+    **options: Any,
+) -> Gradients:
+    """Return the gradients of `weights`.
+
+    Parameters
+    ----------
+    dweights : array_like, (..., queries, keys)
+    q, k, lse, queries, keys
+        As in `weights`.
+    **options
+        As in `gradients`.
+    """
+    dweights = np.asarray(dweights, np.float64)
+    lengths = np.shape(q)[-2], np.shape(k)[-2]
+    rows, columns = (
+        np.arange(n)[slice(None) if x is None else np.asarray(x, int)]
+        for n, x in zip(lengths, (queries, keys), strict=True)
+    )
+    of_rows = np.zeros((*dweights.shape[:-2], lengths[0], len(columns)))
+    np.add.at(of_rows, (..., rows, slice(None)), dweights)
+    whole = np.zeros((*dweights.shape[:-2], *lengths))
+    np.add.at(whole, (..., columns), of_rows)
+    return gradients(q, k, lse, lambda tile, _: tile.of(whole), **options)
+
+
+def weight_sums_backward(
+    dsums: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    *,
+    row_weights: np.ndarray | None = None,
+    chosen: np.ndarray | None = None,
+    reduce: str = "sum",
+    scale: float | None = None,
+    block_q: int = 64,
+    block_k: int = 64,
+    **options: Any,
+) -> Gradients:
+    """Return the gradients of `weight_sums`.
+
+    Parameters
+    ----------
+    dsums : array_like, (..., seqlen_k)
+    q, k, lse, row_weights, chosen, reduce, scale, block_q, block_k, **options
+        As in `weight_sums`.
+    """
+    dsums = np.asarray(dsums, np.float64)[..., None, :]
+    p = _Pass(q, k, lse, scale, (block_q, block_k), options, chosen)
+    r = p.of_rows(row_weights)
+    row = _maxima(p, r).row[..., None, :] if reduce == "max" else None
+
+    def factor(tile: Tile, _: np.ndarray) -> np.ndarray:
+        if row is None:
+            return dsums[..., tile.keys]
+        own = np.arange(tile.q_start, tile.q_stop)[:, None]
+        return np.where(row[..., tile.keys] == own, dsums[..., tile.keys], 0)
+
+    return _gradients(p, factor, r)
+
+
+def entropy_backward(
+    dentropy: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    **options: Any,
+) -> Gradients:
+    """Return the gradients of `entropy`.
+
+    Parameters
+    ----------
+    dentropy : array_like, (..., seqlen_q)
+    q, k, lse
+        As in `weights`.
+    **options
+        As in `gradients`.
+    """
+    r = np.asarray(dentropy, np.float64)
+    return gradients(q, k, lse, lambda _, log_p: -log_p - 1.0, r, **options)
+
+
+def gradients(
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    factor: Factor,
+    row_factor: np.ndarray | float = 1.0,
+    *,
+    chosen: np.ndarray | None = None,
+    scale: float | None = None,
+    block_q: int = 64,
+    block_k: int = 64,
+    **options: Any,
+) -> Gradients:
+    """Return gradients where those of P are r_i g_ij.
+
+    Parameters
+    ----------
+    q, k, lse, chosen, scale, block_q, block_k, **options
+        As in `weight_sums`.
+    factor : callable
+        (tile, log P) to g, broadcastable to the tile's pairs. log P is 0
+        where P is 0.
+    row_factor : ndarray, broadcastable to (..., seqlen_q)
+        r.
+    """
+    p = _Pass(q, k, lse, scale, (block_q, block_k), options, chosen)
+    return _gradients(p, factor, p.of_rows(row_factor))
+
+
+@quiet
+def _gradients(p: _Pass, factor: Factor, r: np.ndarray) -> Gradients:
+    found = Gradients(*(np.zeros(x.shape) for x in (p.q, p.k, p.lse, p.lse)))
+    for tile in p.all_tiles():
+        visible, place = tile.visible, tile.place
+        rows, keys = (
+            (..., x, slice(None)) for x in (place.queries, place.keys)
+        )
+        g = factor(place, tile.log_p)
+        of_rows = masked(tile.p * g, visible)
+        found.drow_weights[..., place.queries] += of_rows.sum(-1)
+        dx = tile.p * (r[..., place.queries, None] * g)
+        dx = masked(dx, visible)
+        found.dlse[..., place.queries] -= dx.sum(-1)
+        dx = masked(dx * tile.scores.slope, visible)
+        product = masked_product(dx, p.k[keys], visible)
+        found.dq[rows] += p.pairs.scale * product
+        seen = None if visible is None else np.swapaxes(visible, -1, -2)
+        product = masked_product(np.swapaxes(dx, -1, -2), p.q[rows], seen)
+        found.dk[keys] += p.pairs.scale * product
+    return found
+
+
+# The pass over tiles --------------------------------------------------------
+
+
+class _Tile(NamedTuple):
+    """P of a tile, and log P, which is 0 where P is.
+
+    visible : the pairs that count; None: all.
+    """
+
+    place: Tile
+    scores: Scores
+    visible: np.ndarray | None
+    p: np.ndarray
+    log_p: np.ndarray
+
+
+class _Pass:
+    """Operands in float64, and the tiles in which some pair counts.
+
+    Those do that are visible in rows that are chosen.
+    """
+
+    def __init__(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        lse: np.ndarray,
+        scale: float | None,
+        blocks: tuple[int, int],
+        options: dict[str, Any],
+        chosen: np.ndarray | None = None,
+    ) -> None:
+        self.q, self.k, self.lse = (
+            np.asarray(x, np.float64) for x in (q, k, lse)
+        )
+        scale = default_scale(self.q.shape[-1]) if scale is None else scale
+        lengths = self.q.shape[-2], self.k.shape[-2]
+        self.pairs = Tiles(*lengths, scale, Options.of(self.q, options))
+        self.blocks, self.chosen = blocks, chosen
+        self.rest = lse_rests(self.lse, self.q, self.k, self.pairs, *blocks)
+
+    def of_rows(self, factor: Any) -> np.ndarray:
+        """Return numbers of the rows; 1 for None."""
+        factor = np.asarray(1.0 if factor is None else factor, np.float64)
+        return np.broadcast_to(factor, self.lse.shape)
+
+    def all_tiles(self) -> Iterator[_Tile]:
+        """The tiles of all queries, in their order."""
+        for start, stop in tiles(self.pairs.seqlen_q, self.blocks[0]):
+            yield from self.tiles(start, stop)
+
+    def tiles(self, start: int, stop: int) -> Iterator[_Tile]:
+        """The tiles of some queries."""
+        for k_start, k_stop in tiles(self.pairs.seqlen_k, self.blocks[1]):
+            place = Tile(start, stop, k_start, k_stop)
+            if not self.pairs.skips(place):
+                yield self._tile(place)
+
+    @quiet
+    def _tile(self, place: Tile) -> _Tile:
+        rows, keys = (
+            (..., x, slice(None)) for x in (place.queries, place.keys)
+        )
+        scores = self.pairs.scores(self.q[rows], self.k[keys], place)
+        visible = scores.visible
+        if self.chosen is not None:
+            own = np.broadcast_to(self.chosen, self.lse.shape)
+            own = own[..., place.queries, None]
+            visible = own if visible is None else visible & own
+        lse, rest = self.lse[..., place.queries], self.rest[..., place.queries]
+        p = probabilities_from_lse(scores.s, lse, visible, rest)
+        log_p = (scores.s - lse[..., None]) - rest[..., None]
+        log_p = np.where(p == 0, 0.0, log_p)
+        return _Tile(place, scores, visible, p, log_p)
+
+
+@quiet
+def _maxima(p: _Pass, r: np.ndarray) -> Maxima:
+    """Of equal ones the first row counts, and before all numbers NaN."""
+    shape = p.k.shape[:-1]
+    best = Maxima(np.full(shape, -np.inf), np.full(shape, -1))
+    for tile in p.all_tiles():
+        rows, keys = tile.place.queries, tile.place.keys
+        values, seen = tile.p * r[..., rows, None], np.True_
+        if tile.visible is not None:
+            values = np.where(tile.visible, values, -np.inf)
+            seen = tile.visible.any(axis=-2)
+        first = values.argmax(axis=-2)[..., None, :]
+        value = np.take_along_axis(values, first, -2)[..., 0, :]
+        known, last = best.value[..., keys], best.row[..., keys]
+        better = (value > known) | (last < 0)
+        better |= np.isnan(value) & ~np.isnan(known)
+        better &= seen
+        row = first[..., 0, :] + rows.start
+        best.value[..., keys] = np.where(better, value, known)
+        best.row[..., keys] = np.where(better, row, last)
+    return best
