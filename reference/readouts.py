@@ -77,8 +77,8 @@ def weights(
     k: np.ndarray,
     lse: np.ndarray,
     *,
-    queries: Any = None,
-    keys: Any = None,
+    rows: Any = None,
+    columns: Any = None,
     scale: float | None = None,
     **options: Any,
 ) -> np.ndarray:
@@ -90,27 +90,23 @@ def weights(
     k : array_like, (..., seqlen_k, head_dim)
     lse : array_like, (..., seqlen_q)
         Of `attention`.
-    queries, keys : sequence of int, optional
-        Rows and columns, of which negative ones count from the end; all by
-        default.
+    rows, columns : sequence of int, optional
+        Which of P; negative ones count from the end. All by default.
     scale : float, optional
     **options
         Fields of `options.Options`.
 
     Returns
     -------
-    ndarray of float64, (..., queries, keys)
+    ndarray of float64, (..., rows, columns)
         0 where a key is not visible.
     """
     p = _Pass(q, k, lse, scale, (1, max(np.shape(k)[-2], 1)), options)
-    rows = np.arange(p.pairs.seqlen_q)
-    rows = rows if queries is None else rows[np.asarray(queries, int)]
-    columns = np.arange(p.pairs.seqlen_k)
-    columns = columns if keys is None else columns[np.asarray(keys, int)]
-    found = np.zeros((*p.q.shape[:-2], len(rows), len(columns)))
-    for place, i in enumerate(rows.tolist()):
+    query, key = _chosen(p, rows, columns)
+    found = np.zeros((*p.q.shape[:-2], len(query), len(key)))
+    for place, i in enumerate(query.tolist()):
         for tile in p.tiles(i, i + 1):
-            found[..., place, :] = tile.p[..., 0, columns]
+            found[..., place, :] = tile.p[..., 0, key]
     return found
 
 
@@ -231,31 +227,34 @@ def weights_backward(
     k: np.ndarray,
     lse: np.ndarray,
     *,
-    queries: Any = None,
-    keys: Any = None,
+    rows: Any = None,
+    columns: Any = None,
+    scale: float | None = None,
+    block_q: int = 64,
+    block_k: int = 64,
     **options: Any,
 ) -> Gradients:
     """Return the gradients of `weights`.
 
     Parameters
     ----------
-    dweights : array_like, (..., queries, keys)
-    q, k, lse, queries, keys
-        As in `weights`.
-    **options
-        As in `gradients`.
+    dweights : array_like, (..., rows, columns)
+    q, k, lse, rows, columns, scale, block_q, block_k, **options
+        As in `weights` and `weight_sums`.
     """
     dweights = np.asarray(dweights, np.float64)
-    lengths = np.shape(q)[-2], np.shape(k)[-2]
-    rows, columns = (
-        np.arange(n)[slice(None) if x is None else np.asarray(x, int)]
-        for n, x in zip(lengths, (queries, keys), strict=True)
-    )
-    of_rows = np.zeros((*dweights.shape[:-2], lengths[0], len(columns)))
-    np.add.at(of_rows, (..., rows, slice(None)), dweights)
-    whole = np.zeros((*dweights.shape[:-2], *lengths))
-    np.add.at(whole, (..., columns), of_rows)
-    return gradients(q, k, lse, lambda tile, _: tile.of(whole), **options)
+    p = _Pass(q, k, lse, scale, (block_q, block_k), options)
+    query, key = _chosen(p, rows, columns)
+
+    def factor(tile: Tile, _: np.ndarray) -> np.ndarray:
+        lengths = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+        g = np.zeros((*dweights.shape[:-2], *lengths))
+        n, i = np.nonzero(query[:, None] == np.arange(*tile[:2]))
+        m, j = np.nonzero(key[:, None] == np.arange(*tile[2:]))
+        np.add.at(g, (..., i[:, None], j), dweights[..., n[:, None], m])
+        return g
+
+    return _gradients(p, factor, p.of_rows(None))
 
 
 def weight_sums_backward(
@@ -370,6 +369,17 @@ def _gradients(p: _Pass, factor: Factor, r: np.ndarray) -> Gradients:
 # The pass over tiles --------------------------------------------------------
 
 
+def _chosen(
+    p: _Pass, rows: Any, columns: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The indices of chosen queries and keys."""
+    query, key = (
+        np.arange(n)[slice(None) if x is None else np.asarray(x, int)]
+        for n, x in zip(p.lengths, (rows, columns), strict=True)
+    )
+    return query, key
+
+
 class _Tile(NamedTuple):
     """P of a tile, and log P, which is 0 where P is.
 
@@ -403,8 +413,8 @@ class _Pass:
             np.asarray(x, np.float64) for x in (q, k, lse)
         )
         scale = default_scale(self.q.shape[-1]) if scale is None else scale
-        lengths = self.q.shape[-2], self.k.shape[-2]
-        self.pairs = Tiles(*lengths, scale, Options.of(self.q, options))
+        self.lengths = self.q.shape[-2], self.k.shape[-2]
+        self.pairs = Tiles(*self.lengths, scale, Options.of(self.q, options))
         self.blocks, self.chosen = blocks, chosen
         self.rest = lse_rests(self.lse, self.q, self.k, self.pairs, *blocks)
 

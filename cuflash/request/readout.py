@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from cuflash.request.problem import Problem
 
 # Directions that read numbers inside the softmax, and their gradients.
 READOUTS = "weights", "weight_sums", "entropy"
@@ -48,3 +51,16 @@ class Readout:
     row_weights: bool = False
     reduce: Literal["sum", "max"] = "sum"
     return_drow_weights: bool = False
+
+
+def weights_shape(p: Problem) -> tuple[int, int, int, int]:
+    """The shape of weights in full rank: (batch, heads, queries, keys)."""
+    readout = p.readout
+    assert readout is not None
+    sizes = (
+        (readout.heads, p.num_heads_q), (readout.queries, p.seqlen_q),
+        (readout.keys, p.seqlen_k),
+    )  # fmt: skip
+    heads, queries, keys = (own if some is None else some
+                            for some, own in sizes)  # fmt: skip
+    return p.batch, heads, queries, keys

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.backends.numpy.arrays import Arrays
+from cuflash.backends.numpy.picked import Picked
 from cuflash.backends.numpy.scores import Heads, Scores, of_heads, steps
 from cuflash.backends.numpy.softmax import Shift
 from cuflash.reference.options import Tile
@@ -61,6 +62,18 @@ class Maxima(NamedTuple):
         better = (row >= 0) & (better | (last < 0))
         self.value[at] = np.where(better, value, own)
         self.row[at] = np.where(better, row, last)
+
+
+def weights(own: Arrays, visits: Steps, chosen: Picked) -> None:
+    """Write the weights that are chosen."""
+    for scores, places in visits:
+        for place in places:
+            query = np.arange(place.start, place.stop)
+            shift = Shift.of(scores, place, own["lse"][(*scores.heads, place)])
+            for tile, visible in scores.tiles(place):
+                if chosen.chooses(tile.keys):
+                    s, _ = scores.of(tile, visible)
+                    chosen.put(query, tile.keys, shift.weights(s))
 
 
 def weight_sums(

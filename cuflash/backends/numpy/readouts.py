@@ -6,7 +6,7 @@ rows that are UNBOUNDED by the reference, in float64.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,12 +18,16 @@ from cuflash.backends.numpy.arrays import (
     heads_first,
     operands,
     options,
+    working_dtype,
 )
 from cuflash.backends.numpy.parts import Part, parts
+from cuflash.backends.numpy.picked import Picked, picked
 from cuflash.backends.numpy.rows import Rows
-from cuflash.backends.numpy.scores import of_heads
+from cuflash.backends.numpy.scores import Heads, of_heads, steps
+from cuflash.reference.options import Tile
 from cuflash.reference.scores import reduce_to_shape
 from cuflash.request.problem import Call
+from cuflash.request.readout import weights_shape
 
 # Overflow and NaN are valid results, whatever the caller's np.errstate.
 _quiet = np.errstate(all="ignore")
@@ -57,16 +61,13 @@ def readout_backward(call: Call) -> tuple[np.ndarray, ...]:
         found = {x: np.zeros_like(own[x]) for x in _INPUTS}
         found["row_weights"] = np.zeros_like(own["lse"])
         add(part, own, found)
-        for name in ("q", "k"):
-            found[name] *= p.scale
         for name, x in part.of(written).items():
             x[...] = found[name]
     gradients = tuple(results.values())
     if not p.readout.return_drow_weights:
         return gradients
-    own_shape = call.options["row_weights"].shape
-    full = of_rows[(0,) * (4 - call.rank)] if call.rank < 4 else of_rows
-    return *gradients, reduce_to_shape(full, own_shape)
+    shape = call.options["row_weights"].shape
+    return *gradients, reduce_to_shape(of_rows, shape)
 
 
 def _inputs(call: Call) -> Arrays:
@@ -155,10 +156,146 @@ def _entropy(call: Call) -> np.ndarray:
 
 
 def _weights(call: Call) -> np.ndarray:
-    raise NotImplementedError
+    p, arrays, of_call = call.problem, _inputs(call), options(call)
+    assert p.readout is not None
+    found = np.zeros(weights_shape(p), np.dtype(p.readout.dtype))
+    for part in parts(call, of_call, arrays):
+        own = part.of(arrays)
+        bounded = part.bounded(own)
+        for some in picked(call, part, own, found):
+            visits = some.visits(bounded, part.options)
+            tiles.weights(bounded, visits, some)
+            rows = some.flagged(part, own)
+            if rows is not None:
+                every = slice(0, own["k"].shape[-2])
+                some.put(rows.index, every, reference.weights(rows, own))
+    return found
 
 
 _READ = {
     "weights": _weights, "weight_sums": _weight_sums, "entropy": _entropy,
 }  # fmt: skip
-_DIFFERENTIATE: dict[str, Any] = {}
+
+
+# Gradients ------------------------------------------------------------------
+
+# Adds those of a part's arrays to zeros, by name.
+_Adds = Callable[[Part, Arrays, Arrays], None]
+
+
+def _of_weights(call: Call) -> _Adds:
+    dweights = call.arrays["dweights"]
+
+    def add(part: Part, own: Arrays, found: Arrays) -> None:
+        bounded = part.bounded(own)
+        every = np.broadcast_to(True, own["lse"].shape)
+        rows = tiles.RowNumbers(np.ones_like(own["lse"]), every)
+        of_tiles = _of_tiles(rows, part)
+        chosen = list(picked(call, part, own, dweights))
+        for some in chosen:
+            visits = some.visits(bounded, part.options)
+            factor = _gradient_of(some)
+            tiles.gradients(bounded, visits, factor, of_tiles, found)
+        _scale(call, found)
+        for some in chosen:
+            its = some.flagged(part, own)
+            if its is not None:
+                _add_rows(its, own, rows, _gradient_of(some), found)
+
+    return add
+
+
+def _gradient_of(some: Picked) -> tiles.Factor:
+    return lambda _, query, keys, log_p: some.gradient(query, keys)
+
+
+def _of_weight_sums(call: Call) -> _Adds:
+    p = call.problem
+    assert p.readout is not None
+    largest = p.readout.reduce == "max"
+    sums = call.arrays["dsums"].astype(working_dtype(p), copy=False)
+    dsums = {"sums": heads_first("sums", sums, p)}
+
+    def add(part: Part, own: Arrays, found: Arrays) -> None:
+        rows, of_keys = _row_numbers(call, part), part.of(dsums)["sums"]
+        row = None
+        if largest:
+            row = _maxima(part, own, rows, of_keys.shape).row
+
+        def factor(
+            heads: Heads, query: np.ndarray, keys: slice, log_p: np.ndarray
+        ) -> np.ndarray:
+            g = of_heads(of_keys, heads)[..., None, keys]
+            if row is None:
+                return g
+            its = of_heads(row, heads)[..., None, keys] == query[:, None]
+            return np.where(its, g, 0)
+
+        _add(call, part, own, rows, factor, found)
+
+    return add
+
+
+def _of_entropy(call: Call) -> _Adds:
+    p = call.problem
+    of_call = call.arrays["dentropy"].astype(working_dtype(p), copy=False)
+    dentropy = {"entropy": heads_first("entropy", of_call, p)}
+
+    def add(part: Part, own: Arrays, found: Arrays) -> None:
+        r = part.of(dentropy)["entropy"]
+        rows = tiles.RowNumbers(r, np.broadcast_to(True, r.shape))
+        _add(call, part, own, rows, _slope_of_entropy, found)
+
+    return add
+
+
+def _slope_of_entropy(
+    heads: Heads, query: np.ndarray, keys: slice, log_p: np.ndarray
+) -> np.ndarray:
+    return -1 - log_p
+
+
+_DIFFERENTIATE: dict[str, Callable[[Call], _Adds]] = {
+    "weights_backward": _of_weights,
+    "weight_sums_backward": _of_weight_sums,
+    "entropy_backward": _of_entropy,
+}
+
+
+def _add(
+    call: Call,
+    part: Part,
+    own: Arrays,
+    rows: tiles.RowNumbers,
+    factor: tiles.Factor,
+    found: Arrays,
+) -> None:
+    """Add the gradients of all queries of a part."""
+    bounded = part.bounded(own)
+    visits = steps(bounded["q"], bounded["k"], **part.options)
+    tiles.gradients(bounded, visits, factor, _of_tiles(rows, part), found)
+    _scale(call, found)
+    for some in part.rows():
+        _add_rows(some, own, rows, factor, found)
+
+
+def _scale(call: Call, found: Arrays) -> None:
+    for name in ("q", "k"):
+        found[name] *= call.problem.scale
+
+
+def _add_rows(
+    some: Rows,
+    own: Arrays,
+    rows: tiles.RowNumbers,
+    factor: tiles.Factor,
+    found: Arrays,
+) -> None:
+    """Add the gradients of rows that are the reference's."""
+
+    def of_tile(tile: Tile, log_p: np.ndarray) -> np.ndarray:
+        query = some.index[tile.queries]
+        return factor(some.heads, query, tile.keys, log_p)
+
+    of_rows = _of_rows(rows, some)
+    reference.readout_gradients(some, own, of_tile, *of_rows, found)

@@ -70,12 +70,12 @@ def double_backward(
     rows.put(gradients, by_name)
 
 
-def weights(rows: Rows, own: Arrays, columns: np.ndarray) -> np.ndarray:
-    """Return the weights of the rows, and of some columns."""
+def weights(rows: Rows, own: Arrays) -> np.ndarray:
+    """Return the weights of the rows."""
     given = _arguments(rows, own)
     for name in ("block_q", "block_k"):
         del given[name]
-    return readouts_of.weights(**given, keys=columns)
+    return readouts_of.weights(**given)
 
 
 def weight_sums(
@@ -128,7 +128,7 @@ def _arguments(rows: Rows, own: Arrays) -> dict[str, Any]:
     """The reference's arrays and options for some rows."""
     arrays = rows.of(own)
     q, few = arrays["q"], min(len(rows.index), REFERENCE_BLOCK)
-    for name in KEYS:
+    for name in arrays.keys() & KEYS:
         arrays[name] = _for_groups(arrays[name], q)
     blocks = {"block_q": REFERENCE_BLOCK, "block_k": PAIRS // few}
     options = rows.options | blocks

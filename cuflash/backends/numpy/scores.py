@@ -41,12 +41,15 @@ def steps(
     """
     block_q, block_k = block_q or BLOCK_Q, block_k or BLOCK_K
     tiles = [slice(*x) for x in cut(q.shape[-2], block_q)]
-    for heads in _steps(q, k, block_q, block_k):
+    for heads in heads_of_steps(q, k, block_q, block_k):
         yield Scores(heads, q, k, block_k=block_k, **options), tiles
 
 
-def _steps(
-    q: np.ndarray, k: np.ndarray, block_q: int, block_k: int
+def heads_of_steps(
+    q: np.ndarray,
+    k: np.ndarray,
+    block_q: int = BLOCK_Q,
+    block_k: int = BLOCK_K,
 ) -> Iterator[Heads]:
     """Cut the heads so that a tile of a part has about `PAIRS` pairs.
 

@@ -21,7 +21,7 @@ from cuflash.request.problem import (
     Problem,
     Signature,
 )
-from cuflash.request.readout import Readout
+from cuflash.request.readout import Readout, weights_shape
 from cuflash.request.validate.attention import signature_of, split_options
 from cuflash.request.validate.descriptions import (
     describe,
@@ -235,19 +235,6 @@ def _of_rows(seen: tuple, p: Problem, rank: int) -> Layout:
             f"to {own} as lse has"
         )
     return layout_of(seen, full)
-
-
-def weights_shape(p: Problem) -> tuple[int, int, int, int]:
-    """The shape of weights in full rank: (batch, heads, queries, keys)."""
-    readout = p.readout
-    assert readout is not None
-    sizes = (
-        (readout.heads, p.num_heads_q), (readout.queries, p.seqlen_q),
-        (readout.keys, p.seqlen_k),
-    )  # fmt: skip
-    heads, queries, keys = (own if some is None else some
-                            for some, own in sizes)  # fmt: skip
-    return p.batch, heads, queries, keys
 
 
 def _of_weights(seen: tuple, p: Problem, rank: int) -> Layout:
