@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cuflash.api import chosen, foreign_names
+from cuflash import settings
+from cuflash.api import chosen, foreign_names, lse_of_call
 from cuflash.api.arrays import check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
 from cuflash.request.options import FORWARD
@@ -625,6 +626,10 @@ def _checked(
         **asked,
     )
     check_offsets(call)
+    if settings.read("CUFLASH_CHECK") == "1":
+        validate.chosen_values(call)
+        scalars = {x: asked[x] for x in ("scale", "causal", "precision")}
+        lse_of_call.check(call, scalars, options)
     return runner, call
 
 

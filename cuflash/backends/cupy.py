@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import cupy
+import numpy as np
 
 from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
@@ -33,6 +34,27 @@ def to_cupy(array: Any) -> Array:
     if hasattr(array, "__dlpack__"):
         return cupy.from_dlpack(array)
     return cupy.asarray(array)
+
+
+def on_device(array: np.ndarray, like: Array) -> Array:
+    """An array of the host on the device of another array."""
+    with cupy.cuda.Device(like.data.device_id):
+        return cupy.asarray(array)
+
+
+def flags_of(indices: Array, length: int) -> Array:
+    """Whether each of `length` tokens is among the indices, by batch.
+
+    Negative ones count from the end; one out of range is no token.
+    """
+    with cupy.cuda.Device(indices.data.device_id):
+        x = indices.astype(np.int64)
+        x = cupy.where(x < 0, x + length, x)
+        x = cupy.where((x >= 0) & (x < length), x, length)
+        flags = cupy.zeros((*x.shape[:-1], length + 1), bool)
+        batch = (cupy.arange(len(x))[:, None],) if x.ndim == 2 else ()
+        flags[(*batch, x)] = True
+        return flags[..., :length]
 
 
 # Arrays of libraries whose streams are not known, with an event after the

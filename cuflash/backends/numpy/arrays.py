@@ -30,13 +30,14 @@ LOGITS = {x.needs[0]: x.name for x in TABLE if x.of_gradients and x.needs}
 _SCALARS = tuple(x for x in TABLE if x.check and x.part_of)
 
 
-def operands(call: Call) -> Arrays:
-    """Return the inputs in the dtype to compute with."""
+def operands(call: Call, *names: str) -> Arrays:
+    """Return the inputs, or some, in the dtype to compute with."""
     p, dtype = call.problem, working_dtype(call.problem)
-    return {
-        name: for_blas(heads_first(name, x, p).astype(dtype, copy=False))
-        for name, x in call.arrays.items()
-    }
+    found = {}
+    for name in names or call.arrays:
+        x = heads_first(name, call.arrays[name], p)
+        found[name] = for_blas(x.astype(dtype, copy=False))
+    return found
 
 
 def directions(call: Call) -> list[Arrays]:

@@ -45,7 +45,7 @@ def readout(call: Call) -> np.ndarray:
 @_quiet
 def readout_backward(call: Call) -> tuple[np.ndarray, ...]:
     """Return dq, dk and dlse; drow_weights, as the user passed it."""
-    p, arrays, of_call = call.problem, _inputs(call), options(call)
+    p, arrays, of_call = call.problem, operands(call, *_INPUTS), options(call)
     assert p.readout is not None
     results = {
         "q": np.zeros(call.arrays["q"].shape, dtype_of(call)),
@@ -70,17 +70,11 @@ def readout_backward(call: Call) -> tuple[np.ndarray, ...]:
     return *gradients, reduce_to_shape(of_rows, shape)
 
 
-def _inputs(call: Call) -> Arrays:
-    """q, k and lse in the dtype to compute with."""
-    arrays = operands(call)
-    return {x: arrays[x] for x in _INPUTS}
-
-
 # Sums over queries ----------------------------------------------------------
 
 
 def _weight_sums(call: Call) -> np.ndarray:
-    p, arrays, of_call = call.problem, _inputs(call), options(call)
+    p, arrays, of_call = call.problem, operands(call, *_INPUTS), options(call)
     assert p.readout is not None
     shape = p.batch, p.num_heads_q, p.seqlen_k
     found = np.zeros(shape)
@@ -144,7 +138,7 @@ def _of_rows(
 
 
 def _entropy(call: Call) -> np.ndarray:
-    p, arrays, of_call = call.problem, _inputs(call), options(call)
+    p, arrays, of_call = call.problem, operands(call, *_INPUTS), options(call)
     found = np.zeros(call.arrays["lse"].shape, p.lse_dtype)
     written = {"entropy": heads_first("entropy", found, p)}
     for part in parts(call, of_call, arrays):
@@ -156,7 +150,7 @@ def _entropy(call: Call) -> np.ndarray:
 
 
 def _weights(call: Call) -> np.ndarray:
-    p, arrays, of_call = call.problem, _inputs(call), options(call)
+    p, arrays, of_call = call.problem, operands(call, *_INPUTS), options(call)
     assert p.readout is not None
     found = np.zeros(weights_shape(p), np.dtype(p.readout.dtype))
     for part in parts(call, of_call, arrays):
