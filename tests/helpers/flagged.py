@@ -24,10 +24,10 @@ def by_reference(share=1.0):
     rng = np.random.default_rng(0)
 
     def find(values, options):
-        q, k, v = (values.arrays[x] for x in "qkv")
+        q, *of_keys = (x for n, x in values.arrays.items() if n in "qkv")
         rows = rng.random(q.shape[:-1]) < share
-        finite = (np.isfinite(x).all(axis=-1) for x in (k, v))
-        keys = ~np.logical_and(*finite)
+        finite = [np.isfinite(x).all(axis=-1) for x in of_keys]
+        keys = ~np.logical_and.reduce(finite)
         none = np.zeros_like(rows)
         given = rows, none, none, keys, np.zeros_like(keys)
         flagged = Flagged(*given, options, values.largest)

@@ -29,7 +29,7 @@ def packed_inputs(case):
     return arrays, [x[0] for x in arrays]
 
 
-def _sequences(case):
+def sequences_of(case):
     """Yield each sequence's queries, keys and options."""
     options = {n: x for n, x in case.meaning().items() if n not in _OFFSETS}
     of_q, of_k = case.offsets
@@ -47,7 +47,7 @@ def _sequences(case):
 def assert_packed_forward(got, q, k, v, case):
     """Assert out (total_q, heads, head_dim_v) and lse (heads, total_q)."""
     out, lse = got
-    for i, j, options in _sequences(case):
+    for i, j, options in sequences_of(case):
         want = expected.forward(
             q[:, i], k[:, j], v[:, j], sums=case.sums(), **options
         )
@@ -64,7 +64,7 @@ def assert_packed_gradients(got, dout, q, k, v, case, dlse=None, **more):
     **more : further arguments of `expected.backward`.
     """
     dsinks = []
-    for i, j, options in _sequences(case):
+    for i, j, options in sequences_of(case):
         parts = dout[:, i], q[:, i], k[:, j], v[:, j]
         of_lse = None if dlse is None else dlse[..., i]
         want = expected.backward(

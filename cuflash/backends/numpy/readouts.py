@@ -193,7 +193,9 @@ def _of_weights(call: Call) -> _Adds:
         _scale(call, found)
         for some in chosen:
             its = some.flagged(part, own)
-            if its is not None:
+            if its is not None:  # perhaps of some of the heads alone
+                assert part.flagged is not None
+                rows = rows._replace(counts=part.flagged.rows)
                 _add_rows(its, own, rows, _gradient_of(some), found)
 
     return add

@@ -1,0 +1,223 @@
+"""Weights, their sums, entropies and their gradients on NumPy arrays."""
+
+import tracemalloc
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
+import strategies
+from helpers.backends import NumpyBackend
+from helpers.compare import (
+    assert_all,
+    assert_allclose,
+    assert_arrays_equal,
+    assert_bitwise,
+    assert_finite,
+    assert_matches,
+)
+from helpers.data import Case
+from helpers.derivatives import EVERYTHING, GROUPED, PACKED
+from helpers.flagged import by_reference
+from helpers.numpy_tiles import small_tiles
+from helpers.readouts import (
+    CALLS,
+    GRADIENTS,
+    call,
+    call_gradients,
+    expected,
+    expected_gradients,
+)
+
+NUMPY = NumpyBackend()
+# Rounding errors of larger scores are not of first order.
+tame = {"values": ["normal"]}
+drawn = strategies.optional_cases(NUMPY, **tame) | (
+    strategies.packed_cases(NUMPY, **tame)
+)
+each_call = pytest.mark.parametrize("name", CALLS)
+each_gradient = pytest.mark.parametrize("name", GRADIENTS)
+each_kind = pytest.mark.parametrize("fields", [GROUPED, EVERYTHING, PACKED])
+
+
+def assert_readout(case, name, got):
+    assert_matches(got, expected(case, name), name, case)
+
+
+def assert_gradients(case, name, got):
+    names = "dq", "dk", "dlse", "drow_weights"
+    wanted = expected_gradients(case, name)
+    for which, *pair in zip(names[: len(got)], got, wanted, strict=True):
+        assert_matches(*pair, which, case)
+
+
+tiles = st.sampled_from([nullcontext, small_tiles])
+
+
+@each_call
+@given(case=drawn, sizes=tiles)
+def test_readouts_are_those_of_the_matrix(name, case, sizes):
+    case = replace(case, block_q=None, block_k=None)
+    with sizes():
+        assert_readout(case, name, call(NUMPY, case, name))
+
+
+@each_gradient
+@given(case=drawn, sizes=tiles)
+def test_gradients_are_those_of_the_matrix(name, case, sizes):
+    case = replace(case, block_q=None, block_k=None)
+    with sizes():
+        assert_gradients(case, name, call_gradients(NUMPY, case, name))
+
+
+@each_call
+@each_kind
+def test_readouts_of_rows_by_the_reference(name, fields):
+    """Half of the rows, which are anywhere."""
+    case = Case("float32", **fields)
+    with by_reference(0.5):
+        assert_readout(case, name, call(NUMPY, case, name))
+
+
+@each_gradient
+@each_kind
+def test_gradients_of_rows_by_the_reference(name, fields):
+    case = Case("float32", **fields)
+    with by_reference(0.5):
+        assert_gradients(case, name, call_gradients(NUMPY, case, name))
+
+
+# What rounding does not decide ----------------------------------------------
+
+
+def arrays(seqlen_q=300, seqlen_k=700, heads=4, heads_kv=2, dim=16):
+    """Return q, k and lse of two batch elements, in float32."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, seqlen_q, heads, dim), np.float32)
+    k = rng.standard_normal((2, seqlen_k, heads_kv, dim), np.float32)
+    return q, k, cuflash.forward(q, k, k, return_lse=True)[1]
+
+
+def test_memory_is_linear():
+    """Tiles of 512 KiB and their masks, and what grows with tokens alone."""
+    q, k, lse = arrays(4096, 4096, 1, 1)
+    cotangents = {cuflash.weight_sums_backward: np.ones_like(lse)}
+    cotangents[cuflash.entropy_backward] = np.ones_like(lse)
+    tracemalloc.start()
+    for function in (cuflash.weight_sums, cuflash.entropy):
+        function(q, k, lse, causal=True)
+    for function, cotangent in cotangents.items():
+        function(cotangent, q, k, lse, causal=True)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    matrix = 2 * 4096**2 * 4
+    assert most < matrix / 8
+
+
+def test_sums_are_the_same_bits_again():
+    given = arrays()
+    first = cuflash.weight_sums(*given)
+    assert_bitwise(cuflash.weight_sums(*given), first, "sums")
+
+
+def test_a_row_of_flags_is_a_slice_or_indices():
+    given = arrays(40, 30)
+    flags = np.zeros((2, 40), bool)
+    flags[:, 5:9] = True
+    want = cuflash.weight_sums(*given, queries=flags)
+    for queries in (slice(5, 9), [5, -34, 7, 8, 5], flags[0]):
+        got = cuflash.weight_sums(*given, queries=queries)
+        assert_bitwise(got, want, str(queries))
+
+
+def test_no_key_is_visible():
+    q, k, _ = arrays(6, 3, 2, 1)
+    lse = cuflash.forward(q, k, k, causal=True, return_lse=True)[1]
+    blind = {"causal": True}  # queries 0 to 2
+    assert_all(cuflash.weights(q, k, lse, **blind)[:, :, :3], 0, "weights")
+    assert_all(cuflash.entropy(q, k, lse, **blind)[:, :, :3], 0, "entropy")
+    for reduce in ("sum", "max"):
+        sums = cuflash.weight_sums(
+            q, k, lse, queries=[0, 2], reduce=reduce, **blind
+        )
+        assert_all(sums, 0, reduce)
+    for x in cuflash.weight_sums_backward(
+        np.ones_like(sums), q, k, lse, queries=[0, 2], **blind
+    ):
+        assert_all(x, 0, "gradient")
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_nan_stays_in_its_row_and_its_column(reduce):
+    q, k, lse = arrays(6, 8, 2, 1)
+    q[0, 2, 1], k[1, 5] = np.nan, np.nan
+    sums = cuflash.weight_sums(q, k, lse, causal=True, reduce=reduce)
+    entropy = cuflash.entropy(q, k, lse, causal=True)
+    seen = np.zeros(sums.shape, bool)
+    seen[0, 1, :5] = True  # by query 2
+    seen[1, :, 5] = True
+    assert_arrays_equal(np.isnan(sums), seen, "sums")
+    blind = np.zeros(entropy.shape, bool)
+    blind[0, 1, 2] = blind[1, :, 3:] = True  # from query 3 on they see key 5
+    assert_arrays_equal(np.isnan(entropy), blind, "entropy")
+
+
+def test_a_row_that_is_not_chosen_spreads_no_nan():
+    q, k, lse = arrays(6, 8, 2, 1)
+    q[:, 2] = np.nan
+    for reduce in ("sum", "max"):
+        given = {"queries": [0, 1, 5], "reduce": reduce}
+        assert_finite(cuflash.weight_sums(q, k, lse, **given), reduce)
+        one = np.ones((2, 2, 8), np.float32)
+        dq, dk, dlse = cuflash.weight_sums_backward(one, q, k, lse, **given)
+        assert_finite(dk, f"dk of {reduce}")
+        assert_all(dq[:, 2], 0, f"dq of {reduce}")
+
+
+def test_entropy_where_weights_underflow():
+    """Scores 0 and -200: exp(-200) is 0 in float32."""
+    q = np.full((1, 1), 200, np.float32)
+    k = np.array([[0], [-1], [-1]], np.float32)
+    _, lse = cuflash.forward(q, k, k, scale=1, return_lse=True)
+    assert_all(cuflash.entropy(q, k, lse, scale=1), 0, "entropy")
+    one = np.ones(1, np.float32)
+    for x in cuflash.entropy_backward(one, q, k, lse, scale=1)[:2]:
+        assert_finite(x, "gradient")
+
+
+def test_the_first_of_equal_rows_has_the_gradient():
+    q, k, lse = np.ones((4, 2)), np.ones((3, 2)), np.full(4, 2**0.5)
+    dsums = np.array([1.0, 2.0, 3.0])
+    _, _, dlse = cuflash.weight_sums_backward(
+        dsums, q, k, lse, reduce="max", queries=[1, 2, 3]
+    )
+    assert_arrays_equal(dlse != 0, [False, True, False, False], "dlse")
+    assert_allclose(dlse[1], -6, "dlse", rtol=4e-16)
+
+
+def test_users_functions():
+    """A score that is half of it, and a mask of every other key."""
+    q, k, _ = arrays(40, 30)
+    mods = {"score_mod": lambda s, b, h, i, j: s * 0.5 + h,
+            "mask_mod": lambda b, h, i, j: (i + j) % 2 == 0}  # fmt: skip
+    built_in = {
+        "scale": 16**-0.5 / 2,
+        "bias": np.zeros((4, 1, 1), "f4"),
+        "mask": (np.add.outer(range(40), range(30)) % 2 == 0),
+    }
+    built_in["bias"] += np.arange(4)[:, None, None]
+    lse = cuflash.forward(q, k, k, **built_in, return_lse=True)[1]
+    for function in (cuflash.weights, cuflash.weight_sums, cuflash.entropy):
+        got, want = (function(q, k, lse, **x) for x in (mods, built_in))
+        # Scores below 8, slopes and sums of 40 terms: (16 + 40) 2^-23.
+        assert_allclose(got, want, function.__name__, rtol=1e-5, atol=1e-6)
+    one = np.ones_like(lse)
+    got, want = (
+        cuflash.entropy_backward(one, q, k, lse, **x) for x in (mods, built_in)
+    )
+    for name, a, b in zip(("dq", "dk", "dlse"), got, want, strict=True):
+        assert_allclose(a, b, name, atol=1e-4)
