@@ -251,7 +251,8 @@ def weights_backward(
         g = np.zeros((*dweights.shape[:-2], *lengths))
         n, i = np.nonzero(query[:, None] == np.arange(*tile[:2]))
         m, j = np.nonzero(key[:, None] == np.arange(*tile[2:]))
-        np.add.at(g, (..., i[:, None], j), dweights[..., n[:, None], m])
+        at: Any = (..., i[:, None], j)
+        np.add.at(g, at, dweights[..., n[:, None], m])
         return g
 
     return _gradients(p, factor, p.of_rows(None))
@@ -460,7 +461,8 @@ def _maxima(p: _Pass, r: np.ndarray) -> Maxima:
     best = Maxima(np.full(shape, -np.inf), np.full(shape, -1))
     for tile in p.all_tiles():
         rows, keys = tile.place.queries, tile.place.keys
-        values, seen = tile.p * r[..., rows, None], np.True_
+        values = tile.p * r[..., rows, None]
+        seen: Any = True
         if tile.visible is not None:
             values = np.where(tile.visible, values, -np.inf)
             seen = tile.visible.any(axis=-2)

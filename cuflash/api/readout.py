@@ -616,8 +616,9 @@ def _checked(
     chooses = {x: arrays[x] for x in on_device}
     if not name.startswith("weight_sums"):
         chooses |= chosen.indices(on_host, arrays)
-    elif queries := {**on_host, **chooses}:
-        chooses = {"chosen": chosen.flags(*queries.values(), arrays["q"])}
+    elif choices["queries"] is not None:
+        queries = chooses.get("queries", choices["queries"])
+        chooses = {"chosen": chosen.flags(queries, arrays["q"])}
     call = validate.readout(
         name,
         {x: arrays[x] for x in given},

@@ -196,8 +196,8 @@ def _layout(seen: tuple, p: Problem, rank: int) -> Layout:
         return _of_rows(seen, p, rank)
     if name == "chosen":
         if np.dtype(dtype).kind != "b":
-            raise DTypeError(f"{name} has dtype {dtype}, expected bool")
-        return layout_of(seen, (p.batch, p.seqlen_q))
+            raise DTypeError(f"queries has dtype {dtype}, expected bool")
+        return layout_of(seen, (*_batch_of(shape, p), p.seqlen_q))
     check_integers(name, dtype)
     if name != "queries":
         if len(shape) != 1:
@@ -206,15 +206,14 @@ def _layout(seen: tuple, p: Problem, rank: int) -> Layout:
                 f"below {_CHOSEN_FROM[name]} ({name} {shape})"
             )
         return layout_of(seen)
-    return layout_of(seen, (*_batch_of(name, shape, p), shape[-1]))
+    return layout_of(seen, (*_batch_of(shape, p), shape[-1]))
 
 
-def _batch_of(name: str, shape: tuple[int, ...], p: Problem) -> tuple[int]:
-    if len(shape) not in (1, 2) or (
-        len(shape) == 2 and shape[0] not in (1, p.batch)
-    ):
+def _batch_of(shape: tuple[int, ...], p: Problem) -> tuple[int]:
+    """The axis of batch that queries have: their own, or one for all."""
+    if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,), (p.batch,)):
         raise ShapeError(
-            f"{name} has shape {shape}, expected (n,), or ({p.batch}, n) for "
+            f"queries has shape {shape}, expected (n,), or ({p.batch}, n) for "
             "each batch element its own"
         )
     return (p.batch,)
