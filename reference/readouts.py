@@ -42,7 +42,7 @@ Which keys the queries look at, and how widely each query does:
  [0.05 0.05 0.91 0.  ]
  [0.04 0.04 0.04 0.87]]
 >>> print(weight_sums(q, k, lse, scale=1, causal=True).round(2))
-[1.13 1.04 0.95 0.87]
+[1.14 1.04 0.95 0.87]
 >>> print(entropy(q, k, lse, scale=1, causal=True).round(2) + 0.0)
 [0.   0.19 0.37 0.53]
 """

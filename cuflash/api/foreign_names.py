@@ -58,7 +58,11 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
         ("window", "(left, right), aligned at the end"),
     ),
     "return_attn_probs": (
-        ("return_lse", "the weights are never stored"),
+        (
+            "return_lse",
+            "the weights are never stored: cuflash.weights computes those of "
+            "some queries",
+        ),
     ),
     "return_softmax_lse": (("return_lse", ""),),
     "return_residual": (("return_lse", "(batch, heads, seqlen)"),),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import strategies
+from cuflash.backends.numpy.readout_tiles import Maxima
 from helpers.backends import NumpyBackend
 from helpers.compare import (
     assert_all,
@@ -197,6 +198,16 @@ def test_the_first_of_equal_rows_has_the_gradient():
     )
     assert_arrays_equal(dlse != 0, [False, True, False, False], "dlse")
     assert_allclose(dlse[1], -6, "dlse", rtol=4e-16)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+@pytest.mark.parametrize("value", [0.5, np.nan])
+def test_the_first_of_equal_ones_in_any_order(rows, value):
+    """Row 0 has less, the others the same."""
+    best = Maxima.none((1,))
+    for row in rows:
+        best.add(..., np.array([value if row else 0.25]), np.array([row]))
+    assert_arrays_equal(best.row, [1], "row")
 
 
 def test_users_functions():
