@@ -90,6 +90,8 @@ def missing(bridge: str, name: str) -> str:
             "what is not filled, or call cuflash.forward_kvcache with CuPy or "
             "NumPy arrays"
         )
+    if name in (*READOUTS, *READOUT_GRADIENTS):
+        return f": call cuflash.{name} with CuPy or NumPy arrays"
     found = _BY_CALL.get(name)
     written = getattr(found, bridge) if found else ""
     return f": write {written}" if written else ""

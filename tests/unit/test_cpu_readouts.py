@@ -167,6 +167,33 @@ def test_nan_stays_in_its_row_and_its_column(reduce):
     assert_arrays_equal(np.isnan(entropy), blind, "entropy")
 
 
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_nan_in_a_row_weight_stays_in_what_its_row_sees(reduce):
+    given, r = arrays(6, 8, 2, 1), np.ones((1, 6), np.float32)
+    r[0, 2] = np.nan
+    sums = cuflash.weight_sums(
+        *given, row_weights=r, causal=True, reduce=reduce
+    )
+    assert_all(np.isnan(sums[..., :5]), True, "keys that query 2 sees")
+    assert_finite(sums[..., 5:], "keys that it does not see")
+
+
+def test_nan_in_a_cotangent_stays_in_pairs_that_read_it():
+    given, dsums = arrays(6, 8, 2, 1), np.ones((2, 2, 8), np.float32)
+    dsums[..., 5] = np.nan  # which queries from 3 on see
+    dq, dk, dlse = cuflash.weight_sums_backward(dsums, *given, causal=True)
+    assert_finite(dq[:, :3], "dq")
+    assert_finite(dlse[..., :3], "dlse")
+    assert_finite(np.delete(dk, 5, axis=1), "dk")
+    assert_all(np.isnan(dk[:, 5]) & np.isnan(dq[:, 3:]).all(), True, "seen")
+    dentropy = np.ones((2, 2, 6), np.float32)
+    dentropy[..., 2] = np.nan
+    dq, dk, dlse = cuflash.entropy_backward(dentropy, *given, causal=True)
+    assert_finite(np.delete(dq, 2, axis=1), "dq of entropy")
+    assert_finite(dk[:, 5:], "dk of entropy")
+    assert_all(np.isnan(dk[:, :5]) & np.isnan(dq[:, 2]).all(), True, "seen")
+
+
 def test_a_row_that_is_not_chosen_spreads_no_nan():
     q, k, lse = arrays(6, 8, 2, 1)
     q[:, 2] = np.nan

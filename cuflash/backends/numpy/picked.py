@@ -54,7 +54,11 @@ class Picked(NamedTuple):
         lengths = len(rows), keys.stop - keys.start
         dtype = np.result_type(self.array.dtype, np.float32)
         found = np.zeros((*self.array.shape[:3], *lengths), dtype)
-        np.add.at(found, of_pairs, self.array[at].astype(dtype))
+        own = self.array[at].astype(dtype, copy=False)
+        if all(isinstance(x, slice) for x in of_pairs[1:]):
+            found[of_pairs] = own
+        else:
+            np.add.at(found, of_pairs, own)
         return found
 
     def chooses(self, keys: slice) -> bool:
@@ -98,7 +102,7 @@ class Picked(NamedTuple):
         m = np.flatnonzero((self.key >= keys.start) & (self.key < keys.stop))
         of_rows = np.searchsorted(rows, self.query[n])
         of_keys = self.key[m] - keys.start
-        return (..., n[:, None], m), (..., of_rows[:, None], of_keys)
+        return _index(n, m), _index(of_rows, of_keys)
 
 
 def picked(
@@ -139,6 +143,20 @@ def _indices(given: Any, length: int, own: slice) -> np.ndarray:
     """Indices within a part, of tokens or of heads; all if none is given."""
     x = np.arange(length) if given is None else np.asarray(given, np.int64)
     return np.where(x < 0, x + length, x) - (own.start or 0)
+
+
+def _index(rows: np.ndarray, columns: np.ndarray) -> tuple[Any, ...]:
+    """The index of all pairs of two axes; by slices it is faster."""
+    ranges = [_consecutive(x) for x in (rows, columns)]
+    if None in ranges:
+        return ..., rows[:, None], columns
+    return ..., *ranges
+
+
+def _consecutive(x: np.ndarray) -> slice | None:
+    if x.size and (np.diff(x) == 1).all():
+        return slice(int(x[0]), int(x[-1]) + 1)
+    return None
 
 
 def _runs(rows: np.ndarray, most: int) -> Iterator[slice]:
