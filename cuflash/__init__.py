@@ -28,12 +28,10 @@ from cuflash.api.builders import cu_seqlens, rotary_tables, segment_ids
 from cuflash.api.derivatives import double_backward, jvp
 from cuflash.api.kvcache import forward_kvcache
 from cuflash.api.merging import merge_states
-from cuflash.api.readout import (
-    entropy,
+from cuflash.api.readout import entropy, weight_sums, weights
+from cuflash.api.readout_gradients import (
     entropy_backward,
-    weight_sums,
     weight_sums_backward,
-    weights,
     weights_backward,
 )
 from cuflash.api.rotary import apply_rotary

@@ -1,37 +1,50 @@
-"""The public functions `weights`, `weight_sums`, `entropy`, their gradients.
+"""The public functions `weights`, `weight_sums` and `entropy`.
 
-Numbers inside the softmax, without the score matrix.
+Numbers inside the softmax, without its matrix.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from cuflash import settings
 from cuflash.api import chosen, foreign_names, lse_of_call
 from cuflash.api.arrays import check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
 from cuflash.request.options import FORWARD
-from cuflash.request.problem import Call, strip, strip_lse
+from cuflash.request.problem import Call, strip_lse
 from cuflash.request.validate import readouts as validate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.api.types import Options, Traced
+    from cuflash.api.types import (
+        Array,
+        NumPyArray,
+        ReadoutOptions,
+        WeightsOptions,
+        WeightSumsOptions,
+    )
 
-    class ReadoutOptions(Options, Traced, total=False):
-        """The options of the table."""
+__all__ = ["checked", "entropy", "weight_sums", "weights"]
 
 
-__all__ = [
-    "entropy",
-    "entropy_backward",
-    "weight_sums",
-    "weight_sums_backward",
-    "weights",
-    "weights_backward",
-]
+@overload
+def weights(
+    q: NumPyArray,
+    k: NumPyArray,
+    lse: NumPyArray,
+    **options: Unpack[WeightsOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def weights(
+    q: Array,
+    k: Array,
+    lse: Array,
+    **options: Unpack[WeightsOptions],
+) -> Any: ...
 
 
 @foreign_names.our_names("cuflash.weights", FORWARD)
@@ -49,7 +62,7 @@ def weights(
     block_q: int | None = None,
     block_k: int | None = None,
     precision: str | None = None,
-    **options: Unpack[ReadoutOptions],
+    **options: Any,
 ) -> Any:
     r"""The weights of some queries: rows of the softmax.
 
@@ -132,12 +145,30 @@ def weights(
     )  # fmt: skip
     given = {"q": q, "k": k, "lse": lse}
     choices = {"queries": queries, "keys": keys, "heads": heads}
-    runner, call = _checked(
+    runner, call = checked(
         "weights", given, choices, options, positional, asked
     )
     found = runner.readout(call)
     runner.finish()
     return found[(0,) * (4 - call.rank)]
+
+
+@overload
+def weight_sums(
+    q: NumPyArray,
+    k: NumPyArray,
+    lse: NumPyArray,
+    **options: Unpack[WeightSumsOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def weight_sums(
+    q: Array,
+    k: Array,
+    lse: Array,
+    **options: Unpack[WeightSumsOptions],
+) -> Any: ...
 
 
 @foreign_names.our_names("cuflash.weight_sums", FORWARD)
@@ -154,7 +185,7 @@ def weight_sums(
     block_q: int | None = None,
     block_k: int | None = None,
     precision: str | None = None,
-    **options: Unpack[ReadoutOptions],
+    **options: Any,
 ) -> Any:
     r"""How much weight each key gets from all queries, or from some.
 
@@ -233,12 +264,30 @@ def weight_sums(
     )  # fmt: skip
     given = {"q": q, "k": k, "lse": lse, "row_weights": row_weights}
     choices = {"queries": queries}
-    runner, call = _checked(
+    runner, call = checked(
         "weight_sums", given, choices, options, positional, asked
     )
     sums = runner.readout(call)
     runner.finish()
     return strip_lse(sums, call.rank)
+
+
+@overload
+def entropy(
+    q: NumPyArray,
+    k: NumPyArray,
+    lse: NumPyArray,
+    **options: Unpack[ReadoutOptions],
+) -> NumPyArray: ...
+
+
+@overload
+def entropy(
+    q: Array,
+    k: Array,
+    lse: Array,
+    **options: Unpack[ReadoutOptions],
+) -> Any: ...
 
 
 @foreign_names.our_names("cuflash.entropy", FORWARD)
@@ -252,7 +301,7 @@ def entropy(
     block_q: int | None = None,
     block_k: int | None = None,
     precision: str | None = None,
-    **options: Unpack[ReadoutOptions],
+    **options: Any,
 ) -> Any:
     r"""The entropy of each query's weights.
 
@@ -313,282 +362,13 @@ def entropy(
         precision=precision,
     )  # fmt: skip
     given = {"q": q, "k": k, "lse": lse}
-    runner, call = _checked("entropy", given, {}, options, positional, asked)
+    runner, call = checked("entropy", given, {}, options, positional, asked)
     found = runner.readout(call)
     runner.finish()
     return strip_lse(found, call.rank)
 
 
-@foreign_names.our_names("cuflash.weights_backward", FORWARD)
-def weights_backward(
-    dweights: Any,
-    q: Any,
-    k: Any,
-    lse: Any,
-    *positional: NoReturn,
-    queries: Any = None,
-    keys: Any = None,
-    heads: Any = None,
-    scale: float | None = None,
-    causal: bool = False,
-    block_q: int | None = None,
-    block_k: int | None = None,
-    deterministic: bool = False,
-    precision: str | None = None,
-    **options: Unpack[ReadoutOptions],
-) -> tuple[Any, Any, Any]:
-    r"""The gradients of `weights` with respect to `q`, `k` and `lse`.
-
-    Parameters
-    ----------
-    dweights : array, (batch, heads, queries, keys)
-        The gradient of the loss with respect to the result of `weights`, in
-        the dtype of `lse` or of `q`. Where a key is masked it has no effect.
-    q, k, lse, queries, keys, heads
-        As given to `weights`.
-    scale, causal, **options
-        As given to `forward`.
-    block_q, block_k : int, optional
-        Tile sizes: queries and keys per tile, in tokens; tuned by default.
-    deterministic : bool, optional
-        Whether to sum `dq` in a fixed order, as `backward` does.
-    precision : {None, "tf32x3"}, optional
-        As for `forward`.
-
-    Returns
-    -------
-    dq, dk : array
-        With the shapes and the dtype of `q` and `k`; 0 for queries, and heads
-        of `k`, that were not chosen.
-    dlse : array, (batch, num_heads_q, seqlen_q)
-        The gradient with respect to `lse`, an input of its own here: pass it
-        as `dlse` to `backward` to reach `q`, `k`, and a bias or sink.
-
-    Raises
-    ------
-    CuflashError
-        In the same cases as `weights`; a ShapeError or DTypeError if
-        `dweights` does not match.
-
-    See Also
-    --------
-    weights
-
-    Notes
-    -----
-    With dX = P * dW: dq = scale dX' K, dk = scale dX'^T Q, and dlse =
-    -rowsum(dX), where dX' is dX times the slope of a softcap or score_mod
-    [1]_. Gradients with respect to a bias or `mod_arrays` are not computed.
-
-    References
-    ----------
-    .. [1] ``docs/guide/readouts.md``
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 16, 8))
-    >>> out, lse = cuflash.forward(q, k, v, return_lse=True)
-    >>> dweights = rng.standard_normal((2, 16))
-    >>> dq, dk, dlse = cuflash.weights_backward(
-    ...     dweights, q, k, lse, queries=[3, 5]
-    ... )
-    >>> dq.shape, dk.shape, dlse.shape
-    ((16, 8), (16, 8), (16,))
-    """
-    asked = dict(
-        scale=scale, causal=causal, block_q=block_q, block_k=block_k,
-        precision=precision, deterministic=deterministic,
-    )  # fmt: skip
-    given = {"q": q, "k": k, "lse": lse, "dweights": dweights}
-    choices = {"queries": queries, "keys": keys, "heads": heads}
-    runner, call = _checked(
-        "weights_backward", given, choices, options, positional, asked
-    )
-    return _stripped(runner, call)
-
-
-@foreign_names.our_names("cuflash.weight_sums_backward", FORWARD)
-def weight_sums_backward(
-    dsums: Any,
-    q: Any,
-    k: Any,
-    lse: Any,
-    *positional: NoReturn,
-    queries: Any = None,
-    row_weights: Any = None,
-    reduce: str = "sum",
-    scale: float | None = None,
-    causal: bool = False,
-    block_q: int | None = None,
-    block_k: int | None = None,
-    deterministic: bool = False,
-    precision: str | None = None,
-    return_drow_weights: bool = False,
-    **options: Unpack[ReadoutOptions],
-) -> tuple[Any, ...]:
-    r"""The gradients of `weight_sums` with respect to `q`, `k` and `lse`.
-
-    Parameters
-    ----------
-    dsums : array, (batch, num_heads_q, seqlen_k)
-        The gradient of the loss with respect to the result of `weight_sums`,
-        in the dtype of `lse`.
-    q, k, lse, queries, row_weights, reduce
-        As given to `weight_sums`.
-    scale, causal, **options
-        As given to `forward`.
-    block_q, block_k : int, optional
-        Tile sizes: queries and keys per tile, in tokens; tuned by default.
-    deterministic : bool, optional
-        Whether to sum `dq` in a fixed order, as `backward` does.
-    precision : {None, "tf32x3"}, optional
-        As for `forward`.
-    return_drow_weights : bool, optional
-        Whether to return the gradient of `row_weights` too.
-
-    Returns
-    -------
-    dq, dk : array
-        With the shapes and the dtype of `q` and `k`.
-    dlse : array, (batch, num_heads_q, seqlen_q)
-        The gradient with respect to `lse`, an input of its own here: pass it
-        as `dlse` to `backward` to reach `q`, `k`, and a bias or sink.
-    drow_weights : array
-        Only with `return_drow_weights`. With the shape and dtype of
-        `row_weights`: summed over its broadcast axes.
-
-    Raises
-    ------
-    CuflashError
-        In the same cases as `weight_sums`; a ShapeError or DTypeError if
-        `dsums` does not match, a ValueRangeError if there are no
-        `row_weights` whose gradient is wanted.
-
-    See Also
-    --------
-    weight_sums
-
-    Notes
-    -----
-    With dX_ij = P_ij r_i dsums_j the gradients are those of
-    `weights_backward`. With ``reduce="max"`` the gradient of a key reaches
-    the query alone that has its largest weight: the first of equal ones.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 16, 8))
-    >>> out, lse = cuflash.forward(q, k, v, return_lse=True)
-    >>> dsums = rng.standard_normal(16)
-    >>> dq, dk, dlse = cuflash.weight_sums_backward(dsums, q, k, lse)
-    >>> dq.shape, dk.shape, dlse.shape
-    ((16, 8), (16, 8), (16,))
-    """
-    asked = dict(
-        scale=scale, causal=causal, block_q=block_q, block_k=block_k,
-        precision=precision, deterministic=deterministic, reduce=reduce,
-        return_drow_weights=return_drow_weights,
-    )  # fmt: skip
-    given = {"q": q, "k": k, "lse": lse, "dsums": dsums}
-    given["row_weights"] = row_weights
-    choices = {"queries": queries}
-    runner, call = _checked(
-        "weight_sums_backward", given, choices, options, positional, asked
-    )
-    return _stripped(runner, call)
-
-
-@foreign_names.our_names("cuflash.entropy_backward", FORWARD)
-def entropy_backward(
-    dentropy: Any,
-    q: Any,
-    k: Any,
-    lse: Any,
-    *positional: NoReturn,
-    scale: float | None = None,
-    causal: bool = False,
-    block_q: int | None = None,
-    block_k: int | None = None,
-    deterministic: bool = False,
-    precision: str | None = None,
-    **options: Unpack[ReadoutOptions],
-) -> tuple[Any, Any, Any]:
-    r"""The gradients of `entropy` with respect to `q`, `k` and `lse`.
-
-    Parameters
-    ----------
-    dentropy : array, (batch, num_heads_q, seqlen_q)
-        The gradient of the loss with respect to the result of `entropy`, in
-        the dtype of `lse`.
-    q, k, lse
-        As given to `entropy`.
-    scale, causal, **options
-        As given to `forward`.
-    block_q, block_k : int, optional
-        Tile sizes: queries and keys per tile, in tokens; tuned by default.
-    deterministic : bool, optional
-        Whether to sum `dq` in a fixed order, as `backward` does.
-    precision : {None, "tf32x3"}, optional
-        As for `forward`.
-
-    Returns
-    -------
-    dq, dk : array
-        With the shapes and the dtype of `q` and `k`.
-    dlse : array, (batch, num_heads_q, seqlen_q)
-        The gradient with respect to `lse`, an input of its own here: pass it
-        as `dlse` to `backward` to reach `q`, `k`, and a bias or sink.
-
-    Raises
-    ------
-    CuflashError
-        In the same cases as `entropy`; a ShapeError or DTypeError if
-        `dentropy` does not match.
-
-    See Also
-    --------
-    entropy
-
-    Notes
-    -----
-    With dX_ij = P_ij (lse_i - x_ij - 1) dentropy_i the gradients are those of
-    `weights_backward`. What the loss is through `lse` comes back as `dlse`,
-    and where `lse` is that of the same scores, ``backward`` adds it.
-
-    Examples
-    --------
-    A loss of entropies alone: `backward` with dout 0 adds what `dlse` holds.
-
-    >>> import numpy as np
-    >>> import cuflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 16, 8))
-    >>> out, lse = cuflash.forward(q, k, v, return_lse=True)
-    >>> dq, dk, dlse = cuflash.entropy_backward(np.ones(16), q, k, lse)
-    >>> more_dq, more_dk, _ = cuflash.backward(
-    ...     np.zeros_like(out), q, k, v, out, lse, dlse=dlse
-    ... )
-    >>> dq, dk = dq + more_dq, dk + more_dk
-    >>> dq.shape, dk.shape
-    ((16, 8), (16, 8))
-    """
-    asked = dict(
-        scale=scale, causal=causal, block_q=block_q, block_k=block_k,
-        precision=precision, deterministic=deterministic,
-    )  # fmt: skip
-    given = {"q": q, "k": k, "lse": lse, "dentropy": dentropy}
-    runner, call = _checked(
-        "entropy_backward", given, {}, options, positional, asked
-    )
-    return _stripped(runner, call)
-
-
-def _checked(
+def checked(
     name: str,
     given: dict[str, Any],
     choices: dict[str, Any],
@@ -632,11 +412,3 @@ def _checked(
         scalars = {x: asked[x] for x in ("scale", "causal", "precision")}
         lse_of_call.check(call, scalars, options)
     return runner, call
-
-
-def _stripped(runner: Any, call: Call) -> tuple[Any, ...]:
-    """Gradients, without the axes that q lacks."""
-    dq, dk, dlse, *others = runner.readout_backward(call)
-    runner.finish()
-    rank = call.rank
-    return strip(dq, rank), strip(dk, rank), strip_lse(dlse, rank), *others

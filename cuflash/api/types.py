@@ -7,7 +7,7 @@ calls' signatures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -43,6 +43,7 @@ class SupportsCudaArrayInterface(Protocol):
 
 NumPyArray: TypeAlias = npt.NDArray[Any]
 Array: TypeAlias = NumPyArray | SupportsDLPack | SupportsCudaArrayInterface
+Indices: TypeAlias = Array | Sequence[Any] | slice
 Window: TypeAlias = tuple[int | None, int | None]
 Integers: TypeAlias = int | np.integer[Any]
 
@@ -116,6 +117,40 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         dq: Array | None
         dk: Array | None
         dv: Array | None
+
+    class ReadoutOptions(Options, Tiled, Traced, total=False):
+        """The keywords of `entropy`."""
+
+    class _Chosen(TypedDict, total=False):
+        queries: Indices | None
+        keys: Indices | None
+        heads: Indices | None
+
+    class _Weighted(TypedDict, total=False):
+        queries: Indices | None
+        row_weights: Array | None
+        reduce: str
+
+    class WeightsOptions(ReadoutOptions, _Chosen, total=False):
+        """The keywords of `weights`."""
+
+        dtype: npt.DTypeLike | None
+
+    class WeightSumsOptions(ReadoutOptions, _Weighted, total=False):
+        """The keywords of `weight_sums`."""
+
+    class EntropyGradientOptions(ReadoutOptions, total=False):
+        """The keywords of `entropy_backward`."""
+
+        deterministic: bool
+
+    class WeightsGradientOptions(EntropyGradientOptions, _Chosen, total=False):
+        """The keywords of `weights_backward`."""
+
+    class WeightSumsGradientOptions(
+        EntropyGradientOptions, _Weighted, total=False
+    ):
+        """Those of `weight_sums_backward`, but for return_drow_weights."""
 
     class _Attention(Tiled, total=False):
         num_splits: int | None

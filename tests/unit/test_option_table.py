@@ -66,6 +66,9 @@ def test_defaults_are_those_of_the_calls(option):
     [
         (cuflash.backward, options.FORWARD),
         (cuflash.vjp, options.FORWARD),
+        (cuflash.weights, options.FORWARD),
+        (cuflash.weight_sums, options.FORWARD),
+        (cuflash.entropy_backward, options.FORWARD),
         (cuflash.forward_kvcache, options.KVCACHE),
     ],
 )

@@ -19,6 +19,15 @@ CALLS = {
     "vjp": ("VjpOptions", {"return_lse"}),
     "forward_kvcache": ("KVCacheOptions", {"return_lse"}),
     "apply_rotary": ("RotaryOptions", set()),
+    "weights": ("WeightsOptions", set()),
+    "weight_sums": ("WeightSumsOptions", set()),
+    "entropy": ("ReadoutOptions", set()),
+    "weights_backward": ("WeightsGradientOptions", set()),
+    "weight_sums_backward": (
+        "WeightSumsGradientOptions",
+        {"return_drow_weights"},
+    ),
+    "entropy_backward": ("EntropyGradientOptions", set()),
 }
 BRIDGES = {"torch": "TorchOptions", "jax": "JaxOptions"}
 
