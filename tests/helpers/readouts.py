@@ -11,6 +11,7 @@ and errors of a sum are the sum of those of its terms, and n e of their
 magnitudes for n additions, whatever their signs. So `low` is not needed.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -214,6 +215,7 @@ class Matrices:
     see: np.ndarray
 
     @classmethod
+    @functools.lru_cache(maxsize=2)
     def of(cls, case):
         """Return those of a case; 0 between packed sequences."""
         case = without_dropout(case)
