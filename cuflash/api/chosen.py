@@ -118,7 +118,12 @@ def _range(name: str, chosen: slice, length: int) -> slice:
 
 def _checked(name: str, x: np.ndarray, length: int) -> np.ndarray:
     """Indices in range, those from the end made positive."""
-    if x.dtype.kind == "b" and x.shape == (length,):
+    if x.dtype.kind == "b":
+        if x.shape != (length,):
+            raise ShapeError(
+                f"{name} has shape {x.shape}, expected indices, or "
+                f"({length},) for a flag each"
+            )
         return np.flatnonzero(x)
     if not x.size and x.dtype.kind == "f":  # an empty list
         x = x.astype(np.int32)

@@ -12,6 +12,7 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
+from cuflash.request.validate import readouts as validate
 from helpers.compare import assert_arrays_equal
 from helpers.data import Case, inputs
 from helpers.derivatives import EVERYTHING, GROUPED
@@ -128,6 +129,20 @@ def test_indices_are_integers(name, which):
         f"{which} has dtype float64, expected an integer dtype: convert "
         f"{which} to int32"
     )
+
+
+@of_weights
+@pytest.mark.parametrize("which", ["queries", "keys", "heads"])
+def test_flags_are_as_many_as_there_are(name, which):
+    said = complaint(ShapeError, name, **{which: [True, False]})
+    assert said.startswith(f"{which} has shape (2,), expected indices, or (")
+
+
+def test_flags_on_a_device_are_no_indices():
+    given = {x: np.zeros(SHAPES[x], np.float32) for x in ("q", "k", "lse")}
+    chosen = {"queries": np.zeros(5, bool)}  # as a device's come here
+    with pytest.raises(DTypeError, match=r"pass queries.nonzero\(\)\[0\]$"):
+        validate.readout("weights", given, chosen, {})
 
 
 def test_bounds_of_a_slice_are_integers():

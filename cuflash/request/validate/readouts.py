@@ -198,6 +198,11 @@ def _layout(seen: tuple, p: Problem, rank: int) -> Layout:
         if np.dtype(dtype).kind != "b":
             raise DTypeError(f"queries has dtype {dtype}, expected bool")
         return layout_of(seen, (*_batch_of(shape, p), p.seqlen_q))
+    if np.dtype(dtype).kind == "b":  # on a device: who knows how many are set
+        raise DTypeError(
+            f"{name} has dtype bool, expected integers: pass "
+            f"{name}.nonzero()[0]"
+        )
     check_integers(name, dtype)
     if name != "queries":
         if len(shape) != 1:
