@@ -23,9 +23,9 @@ have one form, with a number r_i of the row and g_ij of the pair:
     dK_j = scale \sum_i dX_{ij} x'_{ij} Q_i
 
 where x' is the slope of a softcap and a score_mod. g is dW_ij for weights,
-dc_j for their sums (for the maximum, 0 but in the row that has it), and for
-entropies, with r = dH, lse_i - x_ij - 1: the derivative of -P log P with
-respect to x.
+dc_j for their sums, and for entropies, with r = dH, lse_i - x_ij - 1: the
+derivative of -P log P with respect to x. Of weights only the chosen pairs
+count, of a maximum only the pair that has it.
 
 Example
 -------
@@ -61,8 +61,10 @@ from .options import Options, Scores, Tile, Tiles
 from .scores import quiet
 from .tile_state import probabilities_from_lse
 
-# g of a tile's pairs, from the tile and log P.
-Factor = Callable[[Tile, np.ndarray], np.ndarray]
+# g of a tile's pairs, and which of them count (None: all), from the tile and
+# log P.
+Counts = np.ndarray | None
+Factor = Callable[[Tile, np.ndarray], tuple[np.ndarray, Counts]]
 
 
 class Maxima(NamedTuple):
@@ -246,14 +248,18 @@ def weights_backward(
     p = _Pass(q, k, lse, scale, (block_q, block_k), options)
     query, key = _chosen(p, rows, columns)
 
-    def factor(tile: Tile, _: np.ndarray) -> np.ndarray:
+    def factor(tile: Tile, _: np.ndarray) -> tuple[np.ndarray, Counts]:
         lengths = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
-        g = np.zeros((*dweights.shape[:-2], *lengths))
+        g, counts = (
+            np.zeros((*dweights.shape[:-2], *lengths)),
+            np.zeros(lengths, bool),
+        )
         n, i = np.nonzero(query[:, None] == np.arange(*tile[:2]))
         m, j = np.nonzero(key[:, None] == np.arange(*tile[2:]))
         at: Any = (..., i[:, None], j)
         np.add.at(g, at, dweights[..., n[:, None], m])
-        return g
+        counts[at] = True
+        return g, counts
 
     return _gradients(p, factor, p.of_rows(None))
 
@@ -285,11 +291,12 @@ def weight_sums_backward(
     r = p.of_rows(row_weights)
     row = _maxima(p, r).row[..., None, :] if reduce == "max" else None
 
-    def factor(tile: Tile, _: np.ndarray) -> np.ndarray:
+    def factor(tile: Tile, _: np.ndarray) -> tuple[np.ndarray, Counts]:
+        g = dsums[..., tile.keys]
         if row is None:
-            return dsums[..., tile.keys]
+            return g, None
         own = np.arange(tile.q_start, tile.q_stop)[:, None]
-        return np.where(row[..., tile.keys] == own, dsums[..., tile.keys], 0)
+        return g, row[..., tile.keys] == own
 
     return _gradients(p, factor, r)
 
@@ -312,7 +319,11 @@ def entropy_backward(
         As in `gradients`.
     """
     r = np.asarray(dentropy, np.float64)
-    return gradients(q, k, lse, lambda _, log_p: -log_p - 1.0, r, **options)
+
+    def factor(_: Tile, log_p: np.ndarray) -> tuple[np.ndarray, Counts]:
+        return -log_p - 1.0, None
+
+    return gradients(q, k, lse, factor, r, **options)
 
 
 def gradients(
@@ -335,8 +346,8 @@ def gradients(
     q, k, lse, chosen, scale, block_q, block_k, **options
         As in `weight_sums`.
     factor : callable
-        (tile, log P) to g, broadcastable to the tile's pairs. log P is 0
-        where P is 0.
+        (tile, log P) to g and which pairs count, both broadcastable to the
+        tile's pairs. log P is 0 where P is 0.
     row_factor : ndarray, broadcastable to (..., seqlen_q)
         r.
     """
@@ -348,11 +359,12 @@ def gradients(
 def _gradients(p: _Pass, factor: Factor, r: np.ndarray) -> Gradients:
     found = Gradients(*(np.zeros(x.shape) for x in (p.q, p.k, p.lse, p.lse)))
     for tile in p.all_tiles():
-        visible, place = tile.visible, tile.place
+        place = tile.place
         rows, keys = (
             (..., x, slice(None)) for x in (place.queries, place.keys)
         )
-        g = factor(place, tile.log_p)
+        g, visible = factor(place, tile.log_p)
+        visible = _both(visible, tile.visible)
         of_rows = masked(tile.p * g, visible)
         found.drow_weights[..., place.queries] += of_rows.sum(-1)
         dx = tile.p * (r[..., place.queries, None] * g)
@@ -365,6 +377,13 @@ def _gradients(p: _Pass, factor: Factor, r: np.ndarray) -> Gradients:
         product = masked_product(np.swapaxes(dx, -1, -2), p.q[rows], seen)
         found.dk[keys] += p.pairs.scale * product
     return found
+
+
+def _both(one: Counts, other: Counts) -> Counts:
+    """Return the pairs that are in both; None: all."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
 
 
 # The pass over tiles --------------------------------------------------------
@@ -445,8 +464,7 @@ class _Pass:
         visible = scores.visible
         if self.chosen is not None:
             own = np.broadcast_to(self.chosen, self.lse.shape)
-            own = own[..., place.queries, None]
-            visible = own if visible is None else visible & own
+            visible = _both(visible, own[..., place.queries, None])
         lse, rest = self.lse[..., place.queries], self.rest[..., place.queries]
         p = probabilities_from_lse(scores.s, lse, visible, rest)
         log_p = (scores.s - lse[..., None]) - rest[..., None]

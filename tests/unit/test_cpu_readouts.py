@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import cuflash
 import strategies
 from cuflash.backends.numpy.readout_tiles import Maxima
+from cuflash.backends.numpy.reference import LARGEST_FLOAT32
+from cuflash.reference import readouts
 from helpers.backends import NumpyBackend
 from helpers.compare import (
     assert_all,
@@ -20,18 +22,23 @@ from helpers.compare import (
     assert_bitwise,
     assert_finite,
     assert_matches,
+    assert_same_nonfinite,
 )
 from helpers.data import Case
 from helpers.derivatives import EVERYTHING, GROUPED, PACKED
 from helpers.flagged import by_reference
+from helpers.heads import heads_first, heads_last, sum_groups
 from helpers.numpy_tiles import small_tiles
 from helpers.readouts import (
     CALLS,
     GRADIENTS,
+    Chosen,
     call,
     call_gradients,
+    cotangent,
     expected,
     expected_gradients,
+    operands,
 )
 
 NUMPY = NumpyBackend()
@@ -111,8 +118,8 @@ def test_memory_is_linear():
     tracemalloc.start()
     for function in (cuflash.weight_sums, cuflash.entropy):
         function(q, k, lse, causal=True)
-    for function, cotangent in cotangents.items():
-        function(cotangent, q, k, lse, causal=True)
+    for function, one in cotangents.items():
+        function(one, q, k, lse, causal=True)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     matrix = 4096**2 * 4
@@ -259,3 +266,54 @@ def test_users_functions():
     )
     for name, a, b in zip(("dq", "dk", "dlse"), got, want, strict=True):
         assert_allclose(a, b, name, atol=1e-4)
+
+
+# NaN and infinities anywhere -------------------------------------------------
+
+
+def by_the_reference(case, name, q, k, lse):
+    """Return a readout and its gradients, as the reference has them."""
+    given = [heads_first(x, case.num_heads_q) for x in (q, k)]
+    chosen, d = Chosen.of(case), cotangent(case, name).astype(np.float64)
+    options = {"scale": case.scale, "causal": case.causal}
+    options |= {"largest_score": LARGEST_FLOAT32, "heads_first": True}
+    given = *given, lse
+    if name == "weights":
+        p = readouts.weights(*given, **options)
+        g, counts = chosen.put(d, p.shape), chosen.put(1 + 0 * d, p.shape) > 0
+        found = readouts.gradients(
+            *given, lambda tile, _: (tile.of(g), tile.of(counts)), **options
+        )
+        return chosen.pick(p), found
+    if name == "entropy":
+        found = readouts.entropy_backward(d, *given, **options)
+        return readouts.entropy(*given, **options), found
+    flags = chosen.flags
+    options |= {
+        "row_weights": chosen.row_weights,
+        "chosen": flags[:, None] if flags.ndim == 2 else flags,
+        "reduce": "max" if name == "maxima" else "sum",
+    }
+    found = readouts.weight_sums_backward(d, *given, **options)
+    return readouts.weight_sums(*given, **options), found
+
+
+@given(case=strategies.spoiled(NUMPY, "float32", ["q", "k"]))
+def test_nonfinite_numbers_are_where_the_reference_has_them(case):
+    q, k, lse = operands(NUMPY, case)
+    for name in GRADIENTS:
+        want, gradients = by_the_reference(case, name, q, k, lse)
+        assert_same_nonfinite(call(NUMPY, case, name), want, name, case)
+        if name == "maxima":  # NaN or not, the row depends on roundings
+            continue
+        dq, dk, dlse, *_ = call_gradients(NUMPY, case, name)
+        wanted = (
+            heads_last(gradients.dq),
+            heads_last(sum_groups(gradients.dk, case.num_heads_kv)),
+            gradients.dlse,
+        )
+        for which, *pair in zip(
+            ("dq", "dk", "dlse"), (dq, dk, dlse), wanted, strict=True
+        ):
+            # A sum of both infinities is NaN, by a rounding's sign.
+            assert_same_nonfinite(*pair, f"{which} of {name}", case, False)

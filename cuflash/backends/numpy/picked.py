@@ -48,8 +48,13 @@ class Picked(NamedTuple):
         at, of_pairs = self._places(rows, keys)
         self.array[at] = p[of_pairs]
 
-    def gradient(self, rows: np.ndarray, keys: slice) -> np.ndarray:
-        """Return those of pairs: summed where one is chosen twice."""
+    def gradient(
+        self, rows: np.ndarray, keys: slice
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return those of pairs, summed where one is chosen twice.
+
+        And which pairs are chosen.
+        """
         at, of_pairs = self._places(rows, keys)
         lengths = len(rows), keys.stop - keys.start
         dtype = np.result_type(self.array.dtype, np.float32)
@@ -59,7 +64,9 @@ class Picked(NamedTuple):
             found[of_pairs] = own
         else:
             np.add.at(found, of_pairs, own)
-        return found
+        counts = np.zeros(lengths, bool)
+        counts[of_pairs] = True
+        return found, counts
 
     def chooses(self, keys: slice) -> bool:
         """Whether some of the keys are chosen."""

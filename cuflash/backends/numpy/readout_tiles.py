@@ -18,8 +18,12 @@ from cuflash.backends.numpy.scores import Heads, Scores, of_heads, steps
 from cuflash.backends.numpy.softmax import Shift
 from cuflash.reference.options import Tile
 
-# g of pairs: of heads, the indices of queries, keys, and log P.
-Factor = Callable[[Heads, np.ndarray, slice, np.ndarray], np.ndarray]
+# g of pairs, and which of them count (None: all): of heads, the indices of
+# queries, keys, and log P.
+Counts = np.ndarray | None
+Factor = Callable[
+    [Heads, np.ndarray, slice, np.ndarray], tuple[np.ndarray, Counts]
+]
 
 # What a part's scores are, and of which of its queries: as `scores.steps`.
 Steps = Iterator[tuple[Scores, list[slice]]]
@@ -147,17 +151,16 @@ def gradients(
                 s, cap, slopes = scores.differentiated(tile, visible)
                 log_p = logarithms(shift, s)
                 p = np.exp(log_p)
-                g = factor(heads, query, tile.keys, log_p)
-                seen = visible
+                g, seen = factor(heads, query, tile.keys, log_p)
+                seen = _both(seen, visible)
                 if not every:
-                    seen = counts[..., None]
-                    seen = seen if visible is None else seen & visible
+                    seen = _both(seen, counts[..., None])
                 of_rows = _masked(p * g, seen)
                 found["row_weights"][at] += of_rows.sum(axis=-1)
                 dx = _masked(np.multiply(r, g) * p, seen)
                 found["lse"][at] -= dx.sum(axis=-1)
                 if slopes is not None:
-                    dx = slopes.through(dx)
+                    dx = _masked(slopes.through(dx), seen)
                 if cap is not None:
                     dx *= cap.slope
                 found["q"][at] += dx @ scores.k[..., tile.keys, :]
@@ -185,6 +188,13 @@ def _weights(
             for tile, visible in scores.tiles(place):
                 s, _ = scores.of(tile, visible)
                 yield scores, place, tile, visible, shift.weights(s)
+
+
+def _both(one: Counts, other: Counts) -> Counts:
+    """Return the pairs that are in both; None: all."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
 
 
 def _masked(terms: np.ndarray, visible: np.ndarray | None) -> np.ndarray:

@@ -220,12 +220,12 @@ def _of_weight_sums(call: Call) -> _Adds:
 
         def factor(
             heads: Heads, query: np.ndarray, keys: slice, log_p: np.ndarray
-        ) -> np.ndarray:
+        ) -> tuple[np.ndarray, tiles.Counts]:
             g = of_heads(of_keys, heads)[..., None, keys]
             if row is None:
-                return g
-            its = of_heads(row, heads)[..., None, keys] == query[:, None]
-            return np.where(its, g, 0)
+                return g, None
+            its = of_heads(row, heads)[..., None, keys]
+            return g, its == query[:, None]
 
         _add(call, part, own, rows, factor, found)
 
@@ -247,8 +247,8 @@ def _of_entropy(call: Call) -> _Adds:
 
 def _slope_of_entropy(
     heads: Heads, query: np.ndarray, keys: slice, log_p: np.ndarray
-) -> np.ndarray:
-    return -1 - log_p
+) -> tuple[np.ndarray, tiles.Counts]:
+    return -1 - log_p, None
 
 
 _DIFFERENTIATE: dict[str, Callable[[Call], _Adds]] = {
@@ -289,7 +289,9 @@ def _add_rows(
 ) -> None:
     """Add the gradients of rows that are the reference's."""
 
-    def of_tile(tile: Tile, log_p: np.ndarray) -> np.ndarray:
+    def of_tile(
+        tile: Tile, log_p: np.ndarray
+    ) -> tuple[np.ndarray, tiles.Counts]:
         query = some.index[tile.queries]
         return factor(some.heads, query, tile.keys, log_p)
 

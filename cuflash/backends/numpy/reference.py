@@ -7,7 +7,7 @@ rows' own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from cuflash.reference import double_backward as double_backward_of
 from cuflash.reference import forward as forward_of
 from cuflash.reference import jvp as jvp_of
 from cuflash.reference import readouts as readouts_of
-from cuflash.reference.options import Tile
 
 REFERENCE_BLOCK = 128  # rows of a tile
 PAIRS = 128 * 128  # of a tile: its scores in float64 are 128 KiB
@@ -108,7 +107,7 @@ def entropy(rows: Rows, own: Arrays, results: Arrays) -> None:
 def readout_gradients(
     rows: Rows,
     own: Arrays,
-    factor: Callable[[Tile, np.ndarray], np.ndarray],
+    factor: readouts_of.Factor,
     row_factor: np.ndarray,
     counts: np.ndarray,
     gradients: Arrays,
