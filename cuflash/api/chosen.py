@@ -14,6 +14,7 @@ import numpy as np
 
 from cuflash.api.arrays import on_cuda
 from cuflash.errors import DTypeError, ShapeError, in_words
+from cuflash.request.validate.host_values import on_host as values_of
 from cuflash.request.validate.readouts import indices as check_indices
 from cuflash.request.validate.shapes import check_integers
 
@@ -37,6 +38,21 @@ def split(
             known = isinstance(x, (slice, range, list, tuple, np.ndarray))
             (on_host if known else arrays)[name] = x
     return on_host, arrays
+
+
+def check(arrays: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    """Raise ValueRangeError if an index is out of range; waits for a device.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        Of queries, keys and heads, those that may be on a device.
+    inputs : mapping of str to array
+        q and k, of any rank.
+    """
+    for name, x in arrays.items():
+        if np.dtype(x.dtype).kind in "iu":
+            check_indices(name, values_of(x), _length(name, inputs))
 
 
 def indices(
@@ -71,7 +87,7 @@ def flags(queries: Any, q: Any) -> Any:
         chosen[_range("queries", queries, length)] = True
         return _as(q, chosen)
     known = isinstance(queries, (range, list, tuple, np.ndarray))
-    x = np.asarray(queries) if known else queries
+    x = _array("queries", queries) if known else queries
     if np.dtype(x.dtype).kind == "b":
         if x.shape[-1:] != (length,):
             raise ShapeError(
@@ -105,7 +121,14 @@ def _length(name: str, arrays: Mapping[str, Any]) -> int:
 def _indices(name: str, x: Any, length: int) -> np.ndarray:
     if isinstance(x, slice):
         return np.arange(length, dtype=np.int32)[_range(name, x, length)]
-    return _checked(name, np.asarray(x), length).astype(np.int32)
+    return _checked(name, _array(name, x), length).astype(np.int32)
+
+
+def _array(name: str, x: Any) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise ShapeError(f"{name} is no array of indices: {error}") from None
 
 
 def _range(name: str, chosen: slice, length: int) -> slice:

@@ -394,6 +394,9 @@ def checked(
     on_host, on_device = chosen.split(choices)
     runner, arrays = open_arrays(name, {**given, **of_options, **on_device})
     chooses = {x: arrays[x] for x in on_device}
+    checks = settings.read("CUFLASH_CHECK") == "1"
+    if checks:
+        chosen.check(chooses, arrays)
     if not name.startswith("weight_sums"):
         chooses |= chosen.indices(on_host, arrays)
     elif choices["queries"] is not None:
@@ -407,8 +410,7 @@ def checked(
         **asked,
     )
     check_offsets(call)
-    if settings.read("CUFLASH_CHECK") == "1":
-        validate.chosen_values(call)
+    if checks:
         scalars = {x: asked[x] for x in ("scale", "causal", "precision")}
         lse_of_call.check(call, scalars, options)
     return runner, call

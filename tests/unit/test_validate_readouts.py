@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash.api import chosen
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -140,9 +141,22 @@ def test_flags_are_as_many_as_there_are(name, which):
 
 def test_flags_on_a_device_are_no_indices():
     given = {x: np.zeros(SHAPES[x], np.float32) for x in ("q", "k", "lse")}
-    chosen = {"queries": np.zeros(5, bool)}  # as a device's come here
+    flags = {"queries": np.zeros(5, bool)}  # as a device's come here
     with pytest.raises(DTypeError, match=r"pass queries.nonzero\(\)\[0\]$"):
-        validate.readout("weights", given, chosen, {})
+        validate.readout("weights", given, flags, {})
+
+
+def test_indices_on_a_device_are_read_to_be_checked():
+    q, k = (np.zeros(SHAPES[x], np.float32) for x in "qk")
+    arrays = {"keys": np.array([0, 7])}  # as a device's come here
+    with pytest.raises(ValueRangeError, match=r"^keys\[1\] is 7, expected"):
+        chosen.check(arrays, {"q": q, "k": k})
+    chosen.check({"keys": np.array([0, 6, -7])}, {"q": q, "k": k})
+
+
+def test_lists_of_several_lengths_are_no_indices():
+    said = complaint(ShapeError, "weights", queries=[[0, 1], [2]])
+    assert said.startswith("queries is no array of indices: setting an array")
 
 
 def test_bounds_of_a_slice_are_integers():

@@ -23,7 +23,7 @@ Arrays = dict[str, np.ndarray]
 
 KEYS = ("k", "v")  # of a group's heads
 # All others that are no option's have queries.
-OF_KEYS = (*KEYS, "sums", "maxima")
+OF_KEYS = (*KEYS, "sums")
 OPTIONS = {x.name: x.array for x in TABLE if x.array and x.array.axes}
 # Logits, which have gradients: the argument that asks for each.
 LOGITS = {x.needs[0]: x.name for x in TABLE if x.of_gradients and x.needs}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.backends.numpy.arrays import KEYS, OF_KEYS, OPTIONS, Arrays
+from cuflash.backends.numpy.arrays import KEYS, OPTIONS, Arrays
 from cuflash.backends.numpy.flagged import Flagged
 from cuflash.backends.numpy.scores import Heads, of_heads, options_of
 from cuflash.reference.options import Queries
@@ -44,7 +44,7 @@ class Rows:
         found = {}
         for name, array in arrays.items():
             x = of_heads(array, self.heads)
-            found[name] = x if name in OF_KEYS else x[self._at(name, x)]
+            found[name] = x if name in KEYS else x[self._at(name, x)]
         return found
 
     def put(self, results: Arrays, found: Arrays) -> None:

@@ -15,12 +15,7 @@ import numpy as np
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError, in_words
 from cuflash.request import checks
 from cuflash.request.layouts import broadcasts
-from cuflash.request.problem import (
-    Call,
-    Layout,
-    Problem,
-    Signature,
-)
+from cuflash.request.problem import Call, Layout, Problem, Signature
 from cuflash.request.readout import Readout, weights_shape
 from cuflash.request.validate.attention import signature_of, split_options
 from cuflash.request.validate.descriptions import (
@@ -29,7 +24,7 @@ from cuflash.request.validate.descriptions import (
     remembered,
 )
 from cuflash.request.validate.devices import check_one_device
-from cuflash.request.validate.host_values import first, on_host
+from cuflash.request.validate.host_values import first
 from cuflash.request.validate.scalars import scalars_of
 from cuflash.request.validate.shapes import axes_in_words, check_integers
 
@@ -275,15 +270,3 @@ def indices(name: str, values: np.ndarray, length: int) -> None:
             f"{name}[{place}] is {values[at]}, expected {words}: "
             f"{_CHOSEN_FROM[name]} is {length}"
         )
-
-
-def chosen_values(call: Call) -> None:
-    """Raise ValueRangeError if an index of a call is out of range.
-
-    It reads the indices, so it waits for the device.
-    """
-    p = call.problem
-    lengths = p.seqlen_q, p.seqlen_k, p.num_heads_q
-    for name, length in zip(_CHOSEN_FROM, lengths, strict=True):
-        if name in call.options:
-            indices(name, on_host(call.options[name]), length)
