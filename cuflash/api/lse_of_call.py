@@ -58,9 +58,11 @@ def _bound(call: Call, lse: np.ndarray) -> np.ndarray:
     r"""How far two forward passes may differ in lse, in its axes.
 
     A score is a sum of head_dim products, of which no partial sum exceeds
-    S = abs(scale) |q_i| max_j |k_j| in magnitude; slopes add at most A =
-    max(slope) (seqlen_q + seqlen_k). With u the unit of rounding, 2u where
-    tensor cores truncate, its error is at most 2u (head_dim + 16) (S + A).
+    S = abs(scale) |q_i| max_j |k_j| in magnitude; slopes add at most
+    max(slope) (seqlen_q + seqlen_k), and what approximates a softcap's tanh is
+    off by at most 16u of the cap. Let A be cap and slopes together. With u the
+    unit of rounding, 2u where tensor cores truncate, the error of a score is
+    at most 2u (head_dim + 16) (S + A).
     The sum of n exponentials has the relative error 2u (n + 16), which the
     logarithm makes absolute; lse and a bias, which a score near lse has no
     larger than abs(lse) + S, are rounded once each. Twice all that, for two
@@ -78,7 +80,7 @@ def _bound(call: Call, lse: np.ndarray) -> np.ndarray:
         lengths[name] = np.sqrt(np.einsum("bshc,bshc->bhs", x, x))
     longest = lengths["k"].max(axis=-1, keepdims=True, initial=0)
     longest = np.repeat(longest, p.group_size, axis=1)
-    sizes = abs(p.scale) * lengths["q"] * longest
+    sizes = abs(p.scale) * lengths["q"] * longest + p.softcap
     if p.alibi_slopes:
         slopes = np.abs(on_host(call.options["alibi_slopes"])).max(initial=0)
         sizes = sizes + float(slopes) * (p.seqlen_q + p.seqlen_k)

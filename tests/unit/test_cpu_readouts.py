@@ -244,28 +244,47 @@ def test_the_first_of_equal_ones_in_any_order(rows, value):
     assert_arrays_equal(best.row, [1], "row")
 
 
+def relative(score, b, h, i, j, *, table, w):
+    return w * score + table[h, i - j]
+
+
+def documents(b, h, i, j, *, ids):
+    return ids[b, i] == ids[b, j]
+
+
 def test_users_functions():
-    """A score that is half of it, and a mask of every other key."""
-    q, k, _ = arrays(40, 30)
-    mods = {"score_mod": lambda s, b, h, i, j: s * 0.5 + h,
-            "mask_mod": lambda b, h, i, j: (i + j) % 2 == 0}  # fmt: skip
+    """Half the score and a relative bias; documents as a mask."""
+    q, k, _ = arrays(40, 40)
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((4, 40)).astype(np.float32)
+    ids = np.sort(rng.integers(0, 3, (2, 40)), axis=1)
+    mods = {
+        "score_mod": relative,
+        "mask_mod": documents,
+        "mod_arrays": {"table": table, "w": 0.5, "ids": ids},
+    }
     built_in = {
         "scale": 16**-0.5 / 2,
-        "bias": np.zeros((4, 1, 1), "f4"),
-        "mask": (np.add.outer(range(40), range(30)) % 2 == 0),
+        "bias": table[:, np.subtract.outer(range(40), range(40))],
+        "mask": (ids[:, :, None] == ids[:, None])[:, None],
     }
-    built_in["bias"] += np.arange(4)[:, None, None]
     lse = cuflash.forward(q, k, k, **built_in, return_lse=True)[1]
-    for function in (cuflash.weights, cuflash.weight_sums, cuflash.entropy):
-        got, want = (function(q, k, lse, **x) for x in (mods, built_in))
-        # Scores below 8, slopes and sums of 40 terms: (16 + 40) 2^-23.
-        assert_allclose(got, want, function.__name__, rtol=1e-5, atol=1e-6)
     one = np.ones_like(lse)
-    got, want = (
-        cuflash.entropy_backward(one, q, k, lse, **x) for x in (mods, built_in)
-    )
-    for name, a, b in zip(("dq", "dk", "dlse"), got, want, strict=True):
-        assert_allclose(a, b, name, atol=1e-4)
+    calls = [
+        lambda **x: [cuflash.weights(q, k, lse, **x)],
+        lambda **x: [cuflash.weight_sums(q, k, lse, **x)],
+        lambda **x: [cuflash.entropy(q, k, lse, **x)],
+        lambda **x: cuflash.weight_sums_backward(one, q, k, lse, **x),
+        lambda **x: cuflash.entropy_backward(one, q, k, lse, **x),
+    ]
+    for number, function in enumerate(calls):
+        for got, want in zip(
+            function(**mods), function(**built_in), strict=True
+        ):
+            # Half a score is exact: sums of 40 terms may have another order,
+            # each of which rounds by 2^-24 of at most the largest sum.
+            atol = 40 * 2.0**-23 * abs(want).max()
+            assert_allclose(got, want, f"call {number}", atol=atol)
 
 
 # NaN and infinities anywhere -------------------------------------------------
