@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import strategies
+from cuflash.backends.numpy.picked import runs_of
 from cuflash.backends.numpy.readout_tiles import Maxima
 from cuflash.backends.numpy.reference import LARGEST_FLOAT32
 from cuflash.reference import readouts
@@ -140,6 +141,13 @@ def test_a_row_of_flags_is_a_slice_or_indices():
     for queries in (slice(5, 9), [5, -34, 7, 8, 5], flags[0]):
         got = cuflash.weight_sums(*given, queries=queries)
         assert_bitwise(got, want, str(queries))
+
+
+def test_chosen_queries_are_visited_as_runs():
+    """Not those between them: one row costs one row."""
+    runs = list(runs_of(np.array([0, 1, 2, 7, 8, 11]), 2))
+    want = [slice(0, 2), slice(2, 3), slice(7, 9), slice(11, 12)]
+    assert runs == want
 
 
 def test_no_key_is_visible():

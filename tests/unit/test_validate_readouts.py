@@ -275,6 +275,11 @@ def test_dropout_needs_a_seed_and_has_no_effect(name):
     assert said.startswith("seed is None")
     got, want = call(name, dropout=0.5, seed=1), call(name)
     assert_arrays_equal(got[0], want[0], name)
+    given = {x: np.zeros(SHAPES[x], np.float32) for x in ("q", "k", "lse")}
+    options = {"dropout": 0.5, "seed": 1}
+    assert validate.readout("weights", given, {}, options).problem == (
+        validate.readout("weights", given, {}, {}).problem
+    )
 
 
 # CUFLASH_CHECK=1 -------------------------------------------------------------
@@ -324,3 +329,15 @@ def test_an_lse_of_more_keys_is_valid(checking):
         Case("float32", **{**GROUPED, "causal": False})
     )
     cuflash.entropy(q, k[:, :20], lse, **given)
+
+
+@each_readout
+@pytest.mark.parametrize("up", [True, False])
+def test_roundings_of_lse_are_no_other_call(checking, name, up):
+    """Those of float64, and the next float32 of them."""
+    q, k, _, given = operands(Case("float32", **GROUPED))
+    wide = [x.astype(np.float64) for x in (q, k)]
+    _, lse = cuflash.forward(*wide, wide[1], **given, return_lse=True)
+    end = np.float32(np.inf if up else -np.inf)
+    lse = np.nextafter(lse.astype(np.float32), end)
+    getattr(cuflash, name)(q, k, lse, **given)

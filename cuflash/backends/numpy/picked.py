@@ -79,7 +79,7 @@ class Picked(NamedTuple):
         options = dict(options)
         block_q = options.pop("block_q") or BLOCK_Q
         block_k = options.pop("block_k")
-        runs = list(_runs(self._rows(own), block_q))
+        runs = list(runs_of(self._rows(own), block_q))
         if runs:
             longest = max(x.stop - x.start for x in runs)
             block_k = block_k or max(BLOCK_K, PAIRS // longest)
@@ -166,7 +166,7 @@ def _consecutive(x: np.ndarray) -> slice | None:
     return None
 
 
-def _runs(rows: np.ndarray, most: int) -> Iterator[slice]:
+def runs_of(rows: np.ndarray, most: int) -> Iterator[slice]:
     """Cut ascending numbers into runs of consecutive ones, at most some."""
     ends = np.flatnonzero(np.diff(rows) != 1) + 1
     for run in np.split(rows, ends):
