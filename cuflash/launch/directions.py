@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from cuflash.request import options
 from cuflash.request.problem import MOST_STATES
+from cuflash.request.readout import READOUT_ARRAYS
 from cuflash.request.traced import MOST as MOST_MOD_ARRAYS
 
 # The kernels take one array and up to this many more (partial/rows.cuh).
@@ -96,6 +97,15 @@ DIRECTIONS = {
         _GRADIENTS,
         (*_OF_GRADIENTS, "delta_dot", "query_rows"),
         ("seed",),
+    ),
+    "readout": Direction(
+        (
+            "q", "k", "lse", *READOUT_ARRAYS, "cotangent", *options.ARRAYS,
+            *_MOD_ARRAYS,
+        ),
+        ("result", "dq", "dk", "dlse", "drow_weights"),
+        (*_PREPARED, "maxima"),
+        ("seed", *_MOD_NUMBERS),
     ),
     "kvcache": Direction(
         (

@@ -160,6 +160,7 @@ DIRECTIONS: dict[str, tuple[str, tuple[Part, ...]]] = {
             _DLSE,
         ),
     ),
+    "readout": ("ReadoutArguments", (_OPTIONS, _EXPRESSION)),
     "kvcache": (
         "ForwardArguments",
         (

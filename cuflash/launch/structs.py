@@ -227,6 +227,33 @@ ForwardSplitArguments = _composed(
 ForwardSplitOptionsArguments = _composed("forward", "split options")
 ForwardSplitExpressionArguments = _composed("forward", "split expression")
 
+ReadoutArguments = _arguments(
+    "readout",
+    "",
+    "ReadoutArguments",
+    "Of weights, weight_sums, entropy and their gradients. The result is"
+    " contiguous: weights (batch,\nnum_heads, num_queries, num_keys) of what"
+    " is chosen, else of lse's dtype, (batch, num_heads_q,\nseqlen). So is its"
+    " cotangent.",
+    ("const void*", "q k lse"),
+    ("const void*", "row_weights", "as lse, of any strides; null: all 1"),
+    ("const void*", "chosen", "flags (batch, query); null: all"),
+    ("const void*", "queries keys heads", "int32 indices; null: all"),
+    ("const void*", "cotangent"),
+    ("void*", "result"),
+    ("int*", "maxima", "(batch, num_heads_q, seqlen_k): FINDS_QUERY"),
+    ("void*", "dq dk"),
+    ("void*", "dlse drow_weights", "as lse; null: not stored"),
+    ("Strides", "q_stride k_stride dq_stride dk_stride"),
+    ("PairStrides", "row_weights_stride", "its key has none"),
+    ("TokenStrides", "chosen_stride queries_stride"),
+    ("i64", "keys_stride heads_stride"),
+    ("int", "num_queries num_keys num_heads"),
+    *_COMMON,
+)
+ReadoutOptionsArguments = _composed("readout", "options")
+ReadoutExpressionArguments = _composed("readout", "expression")
+
 
 def _merge_struct(states: int, words: str = "") -> np.dtype:
     return _arguments(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from cuflash.request.problem import FEW_STATES, Problem
+from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
 
 from .expression import has_expression
 from .record import Family
@@ -45,6 +46,8 @@ def struct_name(direction: str, parts: Collection[str]) -> str:
     """The name of a direction's struct that has these parts."""
     if direction == "kvcache":  # it has all of them, or no use for them
         return "ForwardKVCacheArguments"
+    if direction in (*READOUTS, *READOUT_GRADIENTS):  # they share them
+        direction = "readout"
     words = [word for part, word in _WORDS.items() if part in parts]
     if direction == "backward" and not words:  # the arrays, and dlse
         words = ["Plain"]

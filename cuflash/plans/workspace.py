@@ -40,6 +40,8 @@ NAMES = (
     "delta_dot",
     # Row statistics of each query tile for sm90/double_backward.cu.
     "query_rows",
+    # The first query that has each key's largest weight (readouts/).
+    "maxima",
     # float32 or int32 sums of dQ, in the order of common/dq_accum.cuh.
     "dq_sum",
     # int32 counters, flags, semaphores or tile numbers: launch/structs.py.

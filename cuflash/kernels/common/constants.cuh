@@ -25,6 +25,10 @@
 // Tangents: Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves; DIRECTIONS, 1 or 2;
 // FIRST_DIRECTION, LAST_DIRECTION: the launch has the first or the last direction alone; READS_OUT:
 // it has all but the first one, and reads O.
+// Readouts (readouts/): ROW_WEIGHTS: rows have weights of their own; CHOSEN: flags tell which
+// queries count; REDUCE_MAX: maxima, not sums; FINDS_QUERY: the first query that has each maximum;
+// PIECE, columns whose scores registers hold at once; WEIGHTS_GRADIENT, SUMS_GRADIENT,
+// ENTROPY_GRADIENT: whose gradients.
 // Caches: KVCACHE, and with it LENGTHS, PACKED_QUERIES, PACKED_NEW, LEFTPAD and BATCH_IDX: which
 // arrays the call has; PAGE_SIZE in tokens, 0 without pages; SCALES, which numbers K and V are
 // stored relative to: 0 none, 1 one of each key head, 2 each page's; BALANCED (decode/parts.cuh);

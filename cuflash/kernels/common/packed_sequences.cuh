@@ -37,6 +37,12 @@ template <class Arguments> inline int rows_of_head(const Arguments& args) {
     else return arrays_of(args).shape.seqlen_q;
 }
 
+// Keys of a head in what weight_sums writes.
+template <class Arguments> inline int keys_of_head(const Arguments& args) {
+    if constexpr (PACKED) return args.options.total_k;
+    else return arrays_of(args).shape.seqlen_k;
+}
+
 // Tiles of a head; with PACKED slots.
 template <class Arguments> inline int num_query_tiles(const Arguments& args, int block) {
     if constexpr (PACKED) return args.options.total_q / block + args.options.num_sequences + 1;
@@ -117,6 +123,23 @@ inline Sequence sequence_of_slot(const Arguments& args, int slot, int block) {
             OF_KEYS ? of_k.total - first_k : 0, first_slot};
 }
 
+// Sequence `number`, or the extra one, of queries. Without PACKED: the whole call.
+template <class Arguments> inline auto sequence_of_number(const Arguments& args, int number) {
+    if constexpr (PACKED) {
+        const Offsets of_q = query_offsets(args), of_k = key_offsets(args);
+        const int count = args.options.num_sequences;
+        if (args.sequence_stats->bad)
+            return Sequence{number, 0, 0, number < count ? 0 : of_q.total, 0, 0};
+        const int first_q = of_q.at(number), first_k = of_k.at(number);
+        if (number == count)
+            return Sequence{number, first_q, first_k, of_q.total - first_q, 0, 0};
+        return Sequence{number, first_q, first_k, of_q.at(number + 1) - first_q,
+                        of_k.at(number + 1) - first_k, 0};
+    } else {
+        return NoSequence{};
+    }
+}
+
 // The first slot of the sequence with the most keys (for tiles of queries) or the most queries, or
 // the first slot after it. Its tiles take longest, so the first block starts there.
 template <bool OF_KEYS, class Arguments>
@@ -188,6 +211,20 @@ inline void advance(BackwardArguments& a, const Sequence& sequence, int slot, in
     if (a.dq_semaphores != nullptr) a.dq_semaphores += slot;
 }
 
+inline void advance(ReadoutArguments& a, const Sequence& sequence, int, int) {
+    const int q = sequence.first_q, k = sequence.first_k;
+    using Real = Accumulator<Element>;
+    advance(a.q, q * a.q_stride.token);
+    advance(a.k, k * a.k_stride.token);
+    advance(a.dq, q * a.dq_stride.token);
+    advance(a.dk, k * a.dk_stride.token);
+    a.lse = static_cast<const Real*>(a.lse) + q;
+    if (a.row_weights != nullptr)
+        a.row_weights = static_cast<const Real*>(a.row_weights) + q * a.row_weights_stride.query;
+    if (a.chosen != nullptr)
+        a.chosen = static_cast<const u8*>(a.chosen) + q * a.chosen_stride.token;
+}
+
 template <class Arguments> inline void advance_dlse(Arguments&, int) {}
 inline void advance_dlse(BackwardOptionsArguments& a, int q) {
     if (a.dlse != nullptr) a.dlse = static_cast<const Accumulator<Element>*>(a.dlse) + q;
@@ -217,6 +254,12 @@ inline void advance_lse_rests(BackwardExpressionArguments& a, int q) {
     advance_lse_rests(a.lse_rests, q);
 }
 inline void advance_lse_rests(BackwardWgmmaExpressionArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+inline void advance_lse_rests(ReadoutOptionsArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+inline void advance_lse_rests(ReadoutExpressionArguments& a, int q) {
     advance_lse_rests(a.lse_rests, q);
 }
 inline void advance_lse_rests(JvpOptionsArguments& a, int q) {

@@ -22,6 +22,7 @@ template <typename Element> using Accumulator = typename AccumulatorOf<Element>:
 // The arrays of a direction, which all its structs have.
 inline const ForwardArguments& arrays_of(const ForwardArguments& arguments) { return arguments; }
 inline const BackwardArguments& arrays_of(const BackwardArguments& arguments) { return arguments; }
+inline const ReadoutArguments& arrays_of(const ReadoutArguments& arguments) { return arguments; }
 template <class Arguments> inline const auto& arrays_of(const Arguments& arguments) {
     return arguments.arrays;
 }

@@ -156,10 +156,10 @@ __device__ __forceinline__ void add_chunks(
 
 // d += P V, P in C fragments as they stand: their columns 2t and 2t + 1 are the sum's indices that
 // lane l takes, of operand A and so of V too.
-template <int M, int KEY_TILES, int N, int ROWS, int COLUMNS>
+template <int M, int KEY_TILES, int N, int ROWS, int COLUMNS, int PAD>
 __device__ __forceinline__ void gemm_ab(
     Element (&d)[M][N][4], const Element (&p)[M][KEY_TILES][4],
-    const SmemTile<ROWS, COLUMNS, VALUES_PAD>& v) {
+    const SmemTile<ROWS, COLUMNS, PAD>& v) {
     static_assert(N % CHUNK == 0, "tiles of columns come by CHUNK");
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const auto fragments = [&](Operand (&x)[M][4], int j) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void gemm_ab(
             x[m][3] = operand(p[m][j][3]);
         }
     };
-    constexpr int PITCH = COLUMNS + VALUES_PAD;
+    constexpr int PITCH = COLUMNS + PAD;
     const Element* rows = &v.at[2 * t][CHUNK * g];
     if constexpr (IN_PARTS) {                               // the tensor cores' sums begin anew
         #pragma unroll

@@ -1,0 +1,20 @@
+// entropy, the entropy of each query's weights, for float, by fused multiply-adds on register
+// tiles: readouts/entropy.cuh says how, and what the grid is.
+//
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_STAGES (1 or 2), NUM_WARPS, BLOCKS_PER_SM,
+// SHARED_BYTES; HEAD_DIM, the head dimension rounded up to a multiple of 32; Arguments and the
+// options (docs/guide/options.md).
+// Shared memory, in floats, rows padded by 4: q (BLOCK_Q rows), NUM_STAGES times k (BLOCK_K rows).
+//
+// Bad at: head_dim above 128, where only small tiles fit in shared memory.
+#include "fma/pair_tiles.cuh"
+#include "readouts/entropy.cuh"
+
+using Tiles = PairTiles<BLOCK_Q, BLOCK_K>;
+static_assert(sizeof(EntropyPlan<Tiles>) == SHARED_BYTES, "the plan and the kernel disagree");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+entropy_fma(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    entropy_of_queries<Tiles>(args, shared_bytes);
+}
