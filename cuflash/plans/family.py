@@ -19,6 +19,8 @@ from cuflash.plans import (
     fma_derivatives,
     mma8,
     mma8_derivatives,
+    readout_gradients,
+    readouts,
     simt,
     simt_derivatives,
     sm80,
@@ -34,10 +36,21 @@ from cuflash.plans.steps import MAX_OF_TENSOR_CORES
 from cuflash.plans.tiles import Tile
 from cuflash.request import options
 from cuflash.request.problem import Problem
+from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
 
 
-def _makers(queries: ModuleType, derivatives: ModuleType) -> dict[str, Maker]:
+def _readouts(family: FamilyName) -> dict[str, Maker]:
     return {
+        **dict.fromkeys(READOUTS, readouts.maker_of(family)),
+        **dict.fromkeys(READOUT_GRADIENTS, readout_gradients.maker_of(family)),
+    }
+
+
+def _makers(
+    family: FamilyName, queries: ModuleType, derivatives: ModuleType
+) -> dict[str, Maker]:
+    return {
+        **_readouts(family),
         "forward": queries.FORWARD,
         "backward": queries.BACKWARD,
         "jvp": derivatives.JVP,
@@ -53,13 +66,13 @@ _MAKERS: dict[str, dict[str, Maker]] = {
         "jvp": sm90_jvp.JVP,
         "double_backward": sm90_double_backward.DOUBLE_BACKWARD,
     },
-    "sm80": _makers(sm80, sm80_derivatives),
+    "sm80": _makers("sm80", sm80, sm80_derivatives),
     "decode": dict.fromkeys(("forward", "kvcache"), decode.FORWARD),
     "decode_simt": dict.fromkeys(("forward", "kvcache"), decode_simt.FORWARD),
-    "fma": _makers(fma, fma_derivatives),
-    "mma8_float64": _makers(mma8, mma8_derivatives),
-    "mma8_float32": _makers(mma8, mma8_derivatives),
-    "simt": _makers(simt, simt_derivatives),
+    "fma": _makers("fma", fma, fma_derivatives),
+    "mma8_float64": _makers("mma8_float64", mma8, mma8_derivatives),
+    "mma8_float32": _makers("mma8_float32", mma8, mma8_derivatives),
+    "simt": _makers("simt", simt, simt_derivatives),
 }
 
 # Whether sm90's kernels support a problem; `sm90.runs` in other directions.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.plans import expression, nearest_tiles, tiles
@@ -120,8 +119,6 @@ def check(problem: Problem) -> None:
     options.check_order(problem)
     if problem.block_q is problem.block_k is None:
         return
-    if problem.readout is not None:  # until they have kernels of their own
-        problem = replace(problem, direction="forward", readout=None)
     legal = set()
     for device in _known_devices():
         if device.capability < oldest_of_dtype(problem):

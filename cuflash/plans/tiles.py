@@ -167,6 +167,40 @@ _mma8_double_backward = partial(
     _gradients, (64, 32, 16), (64, 32, 16), (8, 4, 2), (4, 2, 1), (4, 2, 1)
 )
 
+
+def _pairs(
+    rows: _Sizes, columns: _Sizes, warps: _Sizes, stages: _Sizes = (2, 1),
+    blocks: _Sizes = (1,), *, rows_are_keys: bool = False,
+) -> Iterator[Tile]:  # fmt: skip
+    """Warps share the rows of a block's pairs (kernels/readouts/)."""
+    for sizes in product(stages, blocks, rows, columns, warps):
+        depth, together, fixed, streamed, count = sizes
+        q, k = (streamed, fixed) if rows_are_keys else (fixed, streamed)
+        yield Tile(q, k, count, together, depth, ptxas_level=3)
+
+
+def _readouts(
+    family: str, sums: Callable[..., Iterator[Tile]],
+    weights: Callable[..., Iterator[Tile]] | None = None,
+) -> dict[tuple[str, str], Callable[[], Iterator[Tile]]]:  # fmt: skip
+    return {
+        (family, "weights"): weights or sums,
+        (family, "entropy"): sums,
+        (family, "weight_sums"): partial(sums, rows_are_keys=True),
+    }
+
+
+def _readout_gradients(
+    family: str, sizes: _Sizes, warps: _Sizes
+) -> dict[tuple[str, str], Callable[[], Iterator[Tile]]]:
+    squares = [
+        Tile(size, size, count, num_stages=depth, ptxas_level=3)
+        for size, count, depth in product(sizes, warps, (2, 1))
+    ]
+    names = (f"{x}_backward" for x in ("weights", "weight_sums", "entropy"))
+    return {(family, name): lambda: iter(squares) for name in names}
+
+
 _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ("sm90", "forward"): _sm90_forward,
     ("sm90", "jvp"): _sm90_jvp,
@@ -215,6 +249,30 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ("simt", "backward"): _simt,
     ("simt", "jvp"): _simt,
     ("simt", "double_backward"): _simt,
+    **_readouts(
+        "sm80",
+        partial(_pairs, (128, 256, 512, 64, 32), (128, 64, 32), (4, 8, 2),
+                blocks=(3, 1, 2, 4)),
+        partial(_pairs, (64, 128, 32), (64, 128, 32), (4, 2, 8),
+                blocks=(3, 1, 2, 4)),
+    ),
+    **_readouts(
+        "fma", partial(_pairs, (128, 64, 32), (64, 32, 16), (4, 8, 2))
+    ),
+    **_readouts(
+        "mma8_float64",
+        partial(_pairs, (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)),
+    ),
+    **_readouts(
+        "mma8_float32",
+        partial(_pairs, (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)),
+    ),
+    **_readouts("simt", partial(_pairs, (32, 16, 8), (32, 16), (4,), (1,))),
+    **_readout_gradients("sm80", (64, 32), (4, 2)),
+    **_readout_gradients("fma", (64, 32), (4, 2)),
+    **_readout_gradients("mma8_float64", (64, 32, 16), (4, 2, 1)),
+    **_readout_gradients("mma8_float32", (64, 32, 16), (4, 2, 1)),
+    **_readout_gradients("simt", (32, 16, 8), (4,)),
 }  # fmt: skip
 
 

@@ -151,9 +151,10 @@ def _signature(
     )
     given = dict(signature.layouts)
     if cotangent is not None:
-        given["dweights"] = _of_weights(
+        given["dweights"] = of_weights = _of_weights(
             cotangent, replace(p, readout=readout), signature.rank
         )
+        readout = replace(readout, dtype=of_weights.dtype.name)
     # Weights are those before dropout.
     problem = replace(p, dropout=0.0, readout=readout)
     options = {**signature.options, **layouts}
