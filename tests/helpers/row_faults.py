@@ -75,6 +75,11 @@ FAULTS = {
         "if constexpr (MASKED) apply_mask(s, w,",
         "if constexpr (PAIRWISE) apply_mask(s, w,",
     ),
+    "weights, their sums, entropies": Fault(
+        "cuflash/kernels/readouts/row_sums.cuh",
+        "return a + b;",
+        "return a - b;",
+    ),
     "decoding and caches": Fault(
         "cuflash/kernels/decode/forward_simt.cu",
         "int distance = LANES_OF_PAIR; distance",
