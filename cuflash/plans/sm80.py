@@ -25,10 +25,20 @@ ACCUMULATOR_REGISTERS = 224
 def forward_shared(problem: Problem, tile: Tile) -> int:
     d, dv = padded_head_dims(problem)
     return (
-        tile_bytes(tile.block_q, max(d, dv))
+        _exchange_bytes(tile)
+        + tile_bytes(tile.block_q, max(d, dv))
         + tile_bytes(tile.block_k, d)
         + tile_bytes(tile.block_k, dv)
     )
+
+
+def _exchange_bytes(tile: Tile) -> int:
+    """Bytes of sm80/row_exchange.cuh."""
+    across = tile.num_warps // warps_of_queries(tile)
+    if across == 1:
+        return 0
+    weights = 2 * tile.block_q * tile.block_k
+    return round_up(weights + 4 * across * tile.block_q, 1024)
 
 
 def shares_rows(tile: Tile) -> bool:
@@ -58,21 +68,39 @@ def padded(problem: Problem, d: int, dv: int) -> bool:
     return (problem.head_dim, problem.head_dim_v) != (d, dv)
 
 
+def warps_of_queries(tile: Tile) -> int:
+    """Warps along the queries; in tiles for narrow heads, all of them."""
+    return tile.num_warps if tile.score_warps_q == 1 else tile.score_warps_q
+
+
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = padded_head_dims(problem)
     return forward_in_one(
         problem, device, tile, "sm80", (d, dv), forward_shared(problem, tile),
         ("PADDED", padded(problem, d, dv)),
+        ("SCORE_WARPS_Q", warps_of_queries(tile)),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         run_tiles(problem, tile),
     )  # fmt: skip
+
+
+def _ds_column(tile: Tile) -> int:
+    """Where dS begins in P's tile; 0: it has one of its own.
+
+    In one tile where queries are few because shared memory is.
+    """
+    few = tile.block_q < 32 and tile.block_k <= 32
+    return 32 if few else 0
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
     d, dv = padded_head_dims(problem)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
-    scores = 2 * tile_bytes(tile.block_q, tile.block_k)
+    beside = _ds_column(tile)
+    scores = (1 if beside else 2) * tile_bytes(
+        tile.block_q, beside + tile.block_k
+    )
     statistics = 2 * 4 * tile.block_q  # lse and delta
     total = keys + scores + tile.num_stages * (queries + statistics)
     return round_up(total, 1024)
@@ -103,6 +131,7 @@ def gradients(
         problem, device, tile, "sm80", (d, dv), shared,
         ("PADDED", padded(problem, d, dv)),
         ("NUM_STAGES", tile.num_stages),
+        ("DS_COLUMN", _ds_column(tile)),
     )  # fmt: skip
 
 

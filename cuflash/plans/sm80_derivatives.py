@@ -16,6 +16,7 @@ from .sm80 import (
     padded,
     shares_gradients,
     shares_rows,
+    warps_of_queries,
 )
 from .steps import (
     is_linear,
@@ -52,6 +53,7 @@ def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
     return jvp_in_one(
         problem, device, tile, "sm80", (d, dv), _jvp_shared,
         ("PADDED", padded(problem, d, dv)),
+        ("SCORE_WARPS_Q", warps_of_queries(tile)),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
     )  # fmt: skip
 

@@ -88,15 +88,22 @@ def tile_bytes(rows: int, columns: int) -> int:
 # registers.
 MAX_OF_TENSOR_CORES = 256
 
-# kernels/sm80/mma.cuh: multiples of head_dim that all warp layouts can share.
-HEAD_DIM_STEP = 32
+# kernels/sm80/mma.cuh: multiples of head_dim that all warp layouts can share;
+# four warps share the columns of wide heads.
+HEAD_DIM_STEP, WIDE_HEAD_DIM_STEP = 32, 64
+
+
+def is_wide(problem: Problem) -> bool:
+    """Whether a head is wider than a warp's rows may be in registers."""
+    return max(problem.head_dim, problem.head_dim_v) > MAX_OF_TENSOR_CORES
 
 
 def padded_head_dims(problem: Problem) -> tuple[int, int]:
     """The head dimensions for which kernels of mma.sync are compiled."""
+    step = WIDE_HEAD_DIM_STEP if is_wide(problem) else HEAD_DIM_STEP
     return (
-        round_up(problem.head_dim, HEAD_DIM_STEP),
-        round_up(problem.head_dim_v, HEAD_DIM_STEP),
+        round_up(problem.head_dim, step),
+        round_up(problem.head_dim_v, step),
     )
 
 

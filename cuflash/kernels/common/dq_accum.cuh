@@ -6,14 +6,16 @@
 
 constexpr int THREADS = NUM_WARPS * 32;
 
-// A grid of warps over a ROWS x COLUMNS output, WARPS_DOWN of them along the rows.
-template <int ROWS, int COLUMNS, int WARPS_DOWN> struct WarpGrid {
-    static constexpr int WARPS_ACROSS = NUM_WARPS / WARPS_DOWN;
+// A grid of warps over a ROWS x COLUMNS output, WARPS_DOWN of them along the rows. If it does not
+// have all warps, the last ones have no part of the output.
+template <int ROWS, int COLUMNS, int WARPS_DOWN, int WARPS_ACROSS_ = NUM_WARPS / WARPS_DOWN>
+struct WarpGrid {
+    static constexpr int WARPS_ACROSS = WARPS_ACROSS_;
     static constexpr int WARP_ROWS = ROWS / WARPS_DOWN, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
     static constexpr int M_TILES = WARP_ROWS / 16, N_TILES = WARP_COLUMNS / 8;
     static_assert(NUM_WARPS % WARPS_DOWN == 0, "the warps form a rectangle");
     static_assert(ROWS % (WARPS_DOWN * 16) == 0, "a warp's rows are 16-row tiles");
-    static_assert(COLUMNS % (WARPS_ACROSS * 16) == 0, "a warp's columns are 16-column blocks");
+    static_assert(COLUMNS % (WARPS_ACROSS * 8) == 0, "a warp's columns are 8-column tiles");
     using Fragments = float[M_TILES][N_TILES][4];
     static __device__ __forceinline__ int first_row() {
         return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS;

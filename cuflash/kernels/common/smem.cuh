@@ -48,11 +48,28 @@ template <bool PADDED> constexpr Missing missing(bool ragged) {
     return ragged ? Missing::ROWS_AND_COLUMNS : PADDED ? Missing::COLUMNS : Missing::NOTHING;
 }
 
+// How THREADS threads load a tile of ROWS rows: eight threads a row of a panel, all rows of one
+// panel at once, or, of few rows, of PANELS panels.
+template <int ROWS, int THREADS> struct LoadShare {
+    static constexpr int PANELS = THREADS / 8 > ROWS ? THREADS / 8 / ROWS : 1;
+    static constexpr int ROWS_AT_ONCE = THREADS / 8 / PANELS;
+    static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread are swizzled alike");
+    static_assert(ROWS % ROWS_AT_ONCE == 0, "every thread loads as many rows");
+    // The calling thread's first row, and panel.
+    static __device__ __forceinline__ int row() {
+        return PANELS == 1 ? threadIdx.x / 8 : threadIdx.x / 8 % ROWS_AT_ONCE;
+    }
+    static __device__ __forceinline__ int panel() {
+        return PANELS == 1 ? 0 : threadIdx.x / 8 / ROWS_AT_ONCE;
+    }
+};
+
 // The first element that the calling thread loads of a tile whose first element is source[offset],
-// its rows `stride` elements apart.
+// its rows `stride` elements apart. Share: the tile's; by default that of a tile of many rows.
+template <class Share = LoadShare<1024, 1024>>
 __device__ __forceinline__ const u16* thread_source(const void* source, i64 offset, i64 stride) {
-    return static_cast<const u16*>(source) + offset
-         + threadIdx.x / 8 * stride + threadIdx.x % 8 * CHUNK_ELEMENTS;
+    return static_cast<const u16*>(source) + offset + Share::row() * stride
+         + (Share::panel() * PANEL_COLUMNS + threadIdx.x % 8 * CHUNK_ELEMENTS);
 }
 
 // Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned; `from` is the tile's
@@ -61,15 +78,17 @@ __device__ __forceinline__ const u16* thread_source(const void* source, i64 offs
 template <int ROWS, int COLUMNS, int THREADS, Missing MISSING>
 __device__ __forceinline__ void load_tile(
     u32 tile, const u16* from, i64 stride, int num_rows, int num_columns) {
-    constexpr int ROWS_AT_ONCE = THREADS / 8;
-    static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread are swizzled alike");
-    static_assert(ROWS % ROWS_AT_ONCE == 0, "every thread loads as many rows");
-    const int thread_row = threadIdx.x / 8, thread_column = threadIdx.x % 8 * CHUNK_ELEMENTS;
+    using Share = LoadShare<ROWS, THREADS>;
+    constexpr int ROWS_AT_ONCE = Share::ROWS_AT_ONCE;
+    const int thread_row = Share::row();
+    const int thread_column = Share::panel() * PANEL_COLUMNS + threadIdx.x % 8 * CHUNK_ELEMENTS;
     const u32 to = tile + tile_offset<ROWS>(thread_row, thread_column);
     #pragma unroll
     for (int row = 0; row < ROWS; row += ROWS_AT_ONCE) {
         #pragma unroll
-        for (int panel = 0; panel < num_panels(COLUMNS); ++panel) {
+        for (int panel = 0; panel < num_panels(COLUMNS); panel += Share::PANELS) {
+            if (panel + Share::PANELS > num_panels(COLUMNS)
+                && panel + Share::panel() >= num_panels(COLUMNS)) break;
             const int column = panel * PANEL_COLUMNS + thread_column;
             if (COLUMNS % PANEL_COLUMNS != 0 && column >= COLUMNS) break;
             const int valid = min(max(num_columns - column, 0), CHUNK_ELEMENTS) * 2;

@@ -39,12 +39,20 @@ struct SharedPlan {
     SmemTile<BLOCK_K, HEAD_DIM_V> v;                        // then dV
     SmemTile<BLOCK_Q, HEAD_DIM> q[NUM_STAGES];
     SmemTile<BLOCK_Q, HEAD_DIM_V> dout[NUM_STAGES];
-    SmemTile<BLOCK_Q, BLOCK_K> p, ds;
+    SmemTile<BLOCK_Q, DS_COLUMN + BLOCK_K> p_then_ds[DS_COLUMN == 0 ? 2 : 1];
     alignas(1024) float lse[NUM_STAGES][BLOCK_Q];
     float delta[NUM_STAGES][BLOCK_Q];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the main loop knows one or two stages");
+
+// The tiles of P and dS; dS may stand in P's, beside it.
+__device__ __forceinline__ u32 p_tile(SharedPlan& shared) {
+    return shared_address(&shared.p_then_ds[0]);
+}
+__device__ __forceinline__ u32 ds_tile(SharedPlan& shared) {
+    return shared_address(&shared.p_then_ds[DS_COLUMN == 0 ? 1 : 0]);
+}
 
 // Loads Q, dO, lse and delta of one query tile after another: the tiles of the group's first head,
 // then those of its second head, and so on. Each load is one cp.async group.
@@ -66,10 +74,10 @@ struct QueryLoader {
           dout_stride(arrays.dout_stride), tiles_of_head(order.tiles.end - order.tiles.first) {
         const Strides &qs = q_stride, &dos = dout_stride;
         const i64 first_row = static_cast<i64>(order.first) * BLOCK_Q;
-        q = thread_source(
+        q = thread_source<LoadShare<BLOCK_Q, THREADS>>(
             arrays.q, coord.batch * qs.batch + first_head * qs.head + first_row * qs.token,
             qs.token);
-        dout = thread_source(
+        dout = thread_source<LoadShare<BLOCK_Q, THREADS>>(
             arrays.dout, coord.batch * dos.batch + first_head * dos.head + first_row * dos.token,
             dos.token);
         row = (static_cast<i64>(coord.batch) * arrays.shape.num_heads_q + first_head)
@@ -127,9 +135,9 @@ __device__ __forceinline__ void load_keys(
     SharedPlan& shared, const BackwardArguments& arrays, TileCoord coord, int k_start,
     int num_rows) {
     const Strides ks = arrays.k_stride, vs = arrays.v_stride;
-    const u16* k = thread_source(
+    const u16* k = thread_source<LoadShare<BLOCK_K, THREADS>>(
         arrays.k, coord.batch * ks.batch + coord.head * ks.head + k_start * ks.token, ks.token);
-    const u16* v = thread_source(
+    const u16* v = thread_source<LoadShare<BLOCK_K, THREADS>>(
         arrays.v, coord.batch * vs.batch + coord.head * vs.head + k_start * vs.token, vs.token);
     load_tile<BLOCK_K, HEAD_DIM, THREADS, missing<PADDED>(true)>(
         shared_address(&shared.k), k, ks.token, num_rows, arrays.shape.head_dim);
@@ -183,7 +191,7 @@ __device__ __forceinline__ void compute_p_and_ds(
     } else {
         pack_fragments<Element>(p, s);
     }
-    store_scores(shared_address(&shared.p), p);
+    store_scores(p_tile(shared), p);
     if constexpr (BENDS && !SUMS_SCORES) multiply(s, derivatives.by_product);
     if constexpr (BENDS || DROPOUT) pack_fragments<Element>(p, s);
 
@@ -198,7 +206,7 @@ __device__ __forceinline__ void compute_p_and_ds(
     }
     if constexpr (MASKED) apply_mask(ds, score_tile);
     pack_fragments<Element>(p, ds);
-    store_scores(shared_address(&shared.ds), p);
+    store_scores(ds_tile(shared), p, DS_COLUMN);
 }
 
 // dK and dV leave through the tiles of K and V, once no warp reads those any more.
@@ -219,7 +227,7 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     const u32 k_smem = shared_address(&shared.k);
-    const u32 p_smem = shared_address(&shared.p), ds_smem = shared_address(&shared.ds);
+    const u32 p_smem = p_tile(shared), ds_smem = ds_tile(shared);
 
     // Prologue: find the key tile, and the query tiles that see it.
     const Shape& call_shape = arrays_of(call_args).shape;
@@ -264,14 +272,15 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
         if constexpr (MASKED) lacks_nonfinite |= nonfinite || k_nonfinite;
         if (NUM_STAGES == 2) loader.load(shared, stage ^ 1);
 
-        compute_p_and_ds<MASKED>(shared, score_tile, stage);
+        if (SCORE_WARPS == NUM_WARPS || threadIdx.x / 32 < SCORE_WARPS)
+            compute_p_and_ds<MASKED>(shared, score_tile, stage);
         __syncthreads();
 
         gradient_gemm<false, BLOCK_Q, MASKED>(
             dv, p_smem, dout_smem, ValueGrid::first_row(), ValueGrid::first_column(), nonfinite);
         add_dq<MASKED>(dq_semaphore, arrays, score_tile, coord, head, tile, num_q_tiles, ds_smem,
                        k_smem, k_nonfinite);
-        gradient_gemm<false, BLOCK_Q, MASKED>(
+        gradient_gemm<false, BLOCK_Q, MASKED, DS_COLUMN>(
             dk, ds_smem, q_smem, KeyGrid::first_row(), KeyGrid::first_column(), nonfinite);
 
         if (NUM_STAGES == 1) {

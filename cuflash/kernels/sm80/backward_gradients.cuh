@@ -14,16 +14,18 @@ constexpr int DQ_SLICE = QueryGrid::M_TILES * QueryGrid::N_TILES > 8 && QueryGri
                        ? QueryGrid::N_TILES / 2 : QueryGrid::N_TILES;
 
 // D += A B over the queries or keys of a tile, for the warp's rows and columns of D. A is P^T or
-// dS^T and B is dO or Q; with QUERY_ROWS, A is dS and B is K. A NaN or an infinity in B would
-// spread, as 0 * NaN, to rows of D that do not see B's row. If there is one, this multiplies only
-// finite values, and add_nonfinite_terms() adds the rest.
-template <bool QUERY_ROWS, int B_ROWS, bool MASKED, int M_TILES, int N_TILES>
+// dS^T and B is dO or Q; with QUERY_ROWS, A is dS and B is K. A's keys begin at column A_COLUMN of
+// its tile. A NaN or an infinity in B would spread, as 0 * NaN, to rows of D that do not see B's
+// row. If there is one, this multiplies only finite values, and add_nonfinite_terms() adds the
+// rest.
+template <bool QUERY_ROWS, int B_ROWS, bool MASKED, int A_COLUMN = 0, int M_TILES, int N_TILES>
 __device__ __forceinline__ void gradient_gemm(
     float (&d)[M_TILES][N_TILES][4], u32 a_tile, u32 b_tile, int first_row, int first_column,
     bool nonfinite) {
-    using A = OperandA<BLOCK_Q, QUERY_ROWS ? Stored::AS_NAMED : Stored::TRANSPOSED, M_TILES>;
+    using A = OperandA<BLOCK_Q, QUERY_ROWS ? Stored::AS_NAMED : Stored::TRANSPOSED, M_TILES,
+                       QUERY_ROWS ? A_COLUMN : 0>;
     using B = OperandB<B_ROWS, Stored::AS_NAMED, N_TILES / 2>;
-    const A a(a_tile, first_row);
+    const A a(a_tile, QUERY_ROWS ? first_row : A_COLUMN + first_row);
     const B b(b_tile, first_column);
     if (MASKED && nonfinite) gemm<Element, B_ROWS / 16>(d, a, Sanitized<Element, B>{b});
     else gemm<Element, B_ROWS / 16>(d, a, b);
@@ -42,7 +44,7 @@ __device__ __forceinline__ void add_dq(
     for (int first = 0; first < QueryGrid::N_TILES; first += DQ_SLICE) {
         float dq[QueryGrid::M_TILES][DQ_SLICE][4];
         set_zero(dq);
-        gradient_gemm<true, BLOCK_K, MASKED>(
+        gradient_gemm<true, BLOCK_K, MASKED, DS_COLUMN>(
             dq, ds_smem, k_smem, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
             k_nonfinite);
         if (first == 0) dq_semaphore.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));

@@ -10,13 +10,16 @@
 #include "score/score_tile.cuh"
 #include "sm80/mma.cuh"
 
-using ScoreGrid = WarpGrid<BLOCK_Q, BLOCK_K, SCORE_WARPS_Q>;            // S, dP
+// S, dP: by all warps, or, of few keys, by as many as get 8 of them.
+constexpr int SCORE_WARPS_K =
+    NUM_WARPS / SCORE_WARPS_Q * 8 <= BLOCK_K ? NUM_WARPS / SCORE_WARPS_Q : BLOCK_K / 8;
+constexpr int SCORE_WARPS = SCORE_WARPS_Q * SCORE_WARPS_K;
+using ScoreGrid = WarpGrid<BLOCK_Q, BLOCK_K, SCORE_WARPS_Q, SCORE_WARPS_K>;
 using KeyGrid = WarpGrid<BLOCK_K, HEAD_DIM, GRADIENT_WARPS_K>;          // dK
 using ValueGrid = WarpGrid<BLOCK_K, HEAD_DIM_V, GRADIENT_WARPS_K>;      // dV
 
 using Scores = ScoreGrid::Fragments;
 using ScoreRows = OperandA<BLOCK_Q, Stored::AS_NAMED, ScoreGrid::M_TILES>;
-using ScoreColumns = OperandB<BLOCK_K, Stored::TRANSPOSED, ScoreGrid::N_TILES / 2>;
 using PackedScores = Packed<ScoreGrid::M_TILES, ScoreGrid::N_TILES>;
 
 // The lane's first query and key in its C fragments.
@@ -31,8 +34,8 @@ __device__ __forceinline__ int lane_key(const ScoreTile& score_tile) {
 template <int COLUMNS>
 __device__ __forceinline__ void score_gemm(Scores& d, u32 a_tile, u32 b_tile) {
     set_zero(d);
-    gemm<Element, COLUMNS / 16>(d, ScoreRows(a_tile, ScoreGrid::first_row()),
-                                ScoreColumns(b_tile, ScoreGrid::first_column()));
+    gemm_transposed<Element, COLUMNS, BLOCK_K>(
+        d, ScoreRows(a_tile, ScoreGrid::first_row()), b_tile, ScoreGrid::first_column());
 }
 
 // The derivatives of scores (score_mod.cuh), where they BEND.
@@ -176,6 +179,9 @@ __device__ __forceinline__ void add_score_gradients(
     score_tile.score_mod.finish_gradients(sums, pairs);
 }
 
-__device__ __forceinline__ void store_scores(u32 tile, const PackedScores& packed) {
-    store_fragments<BLOCK_Q>(tile, packed, ScoreGrid::first_row(), ScoreGrid::first_column());
+// To a tile, from its column `column` on.
+__device__ __forceinline__ void store_scores(
+    u32 tile, const PackedScores& packed, int column = 0) {
+    store_fragments<BLOCK_Q>(
+        tile, packed, ScoreGrid::first_row(), column + ScoreGrid::first_column());
 }

@@ -9,6 +9,7 @@
 template <int COLUMNS, bool A_DOT, bool B_DOT>
 __device__ __forceinline__ void pair_gemms(
     Scores& d, Scores& d_dot, u32 a_tile, u32 a_dot_tile, u32 b_tile, u32 b_dot_tile) {
+    using ScoreColumns = OperandB<BLOCK_K, Stored::TRANSPOSED, ScoreGrid::N_TILES / 2>;
     const int first_row = ScoreGrid::first_row(), first_column = ScoreGrid::first_column();
     set_zero(d);
     set_zero(d_dot);

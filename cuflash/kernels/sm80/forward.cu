@@ -26,8 +26,9 @@
 #include "common/query_tile.cuh"
 #include "sm80/forward_epilogue.cuh"
 #include "sm80/forward_softmax.cuh"
+#include "sm80/row_exchange.cuh"
 
-struct SharedPlan {
+struct SharedPlan : RowExchange<(WARPS_ACROSS > 1)> {
     SmemTile<BLOCK_Q, (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V)> q_then_out;
     SmemTile<BLOCK_K, HEAD_DIM> k;
     SmemTile<BLOCK_K, HEAD_DIM_V> v;
@@ -127,6 +128,7 @@ struct OutputSums {
 __device__ __forceinline__ void finish(
     const Arguments& call_args, SharedPlan& shared, const QueryTile& query_tile, int lane_row,
     Output& acc, SoftmaxState& softmax, bool lacks_nonfinite) {
+    shared.share_sums(softmax);
     TileCoord coord = query_tile_of_block<true>(call_args);
     const auto sequence = sequence_of_block<false>(call_args, coord.tile, BLOCK_Q, true);
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q);
@@ -155,7 +157,8 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
     const int q_start = coord.tile * BLOCK_Q;
     const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const Strides ks = arrays.k_stride, vs = arrays.v_stride;
-    const int lane_query = q_start + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    const int row_warp = threadIdx.x / 32 % SCORE_WARPS_Q;
+    const int lane_query = q_start + row_warp * WARP_ROWS + threadIdx.x % 32 / 4;
     const QueryTile query_tile(args, coord, lane_query);
     const KeyTiles tiles = query_tile.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
 
@@ -166,9 +169,9 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
     const i64 last_key = static_cast<i64>(tiles.num_visited - 1) * BLOCK_K;
     KeyLoader loader{.shape = shape, .k_smem = k_smem, .v_smem = v_smem,
         .k_stride = ks.token, .v_stride = vs.token,
-        .k = thread_source(
+        .k = thread_source<LoadShare<BLOCK_K, THREADS>>(
             arrays.k, coord.batch * ks.batch + kv_head * ks.head + last_key * ks.token, ks.token),
-        .v = thread_source(
+        .v = thread_source<LoadShare<BLOCK_K, THREADS>>(
             arrays.v, coord.batch * vs.batch + kv_head * vs.head + last_key * vs.token, vs.token),
         .last_tile = tiles.num_visited - 1};
     const PairMask& pair_mask = query_tile.pair_mask;
@@ -190,6 +193,7 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
         score_gemm(s, q_smem, k_smem);
         if constexpr (!LINEAR) apply_score_mod(s, query_tile, tile * BLOCK_K);
         if constexpr (MASKED) apply_mask(s, query_tile, tile * BLOCK_K);
+        shared.share_maxima(s);
         cp_async_wait<0>();
         bool nonfinite = false;                             // in V, the same in all threads
         if constexpr (MASKED)
@@ -199,9 +203,9 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
             __syncthreads();
         next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (next >= tiles.first) loader.load_k<false>(next);
-        softmax_step(s, softmax, acc, query_tile.scale_log2);
+        shared.softmax_step(s, softmax, acc, query_tile.scale_log2);
         if constexpr (DROPOUT) apply_dropout(s, query_tile, tile * BLOCK_K);
-        accumulate<MASKED>(acc, s, v_smem, nonfinite);
+        shared.template accumulate<MASKED>(acc, s, v_smem, nonfinite);
         if constexpr (MASKED) lacks_nonfinite |= nonfinite;
     };
 

@@ -11,13 +11,13 @@ __device__ __forceinline__ void store(
     const Arguments& args, TileCoord coord, u32 out_smem, Output& acc, SoftmaxState& softmax) {
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int warp_row = coord.tile * BLOCK_Q + warp * WARP_ROWS;
+    const int lane = threadIdx.x % 32, own_row = warp_row();
+    const int first_row = coord.tile * BLOCK_Q + own_row;
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = warp_row + i * 16 + half * 8 + lane / 4;
+            const int row = first_row + i * 16 + half * 8 + lane / 4;
             float m = softmax.m[i][half], l = quad_sum(softmax.l[i][half]);
             float rescale = 1.0f;
             if constexpr (SINK) {
@@ -34,7 +34,8 @@ __device__ __forceinline__ void store(
                 acc[i][j][half * 2] *= inverse;
                 acc[i][j][half * 2 + 1] *= inverse;
             }
-            if (arrays.lse != nullptr && lane % 4 == 0 && row < shape.seqlen_q) {
+            if (arrays.lse != nullptr && lane % 4 == 0 && row < shape.seqlen_q
+                && warp_across() == 0) {
                 const float scale =
                     LINEAR && !SINK ? fabsf(static_cast<float>(arrays.scale)) : 1.0f;
                 const i64 head = static_cast<i64>(coord.batch) * shape.num_heads_q + coord.head;
@@ -44,14 +45,17 @@ __device__ __forceinline__ void store(
         }
     Packed<M_TILES, O_TILES> out;
     pack_fragments<Element>(out, acc);
-    store_fragments<BLOCK_Q>(out_smem, out, warp * WARP_ROWS, 0);
-    __syncwarp();
+    store_fragments<BLOCK_Q>(out_smem, out, own_row, warp_column());
+    if constexpr (WARPS_ACROSS > 1) __syncthreads();
+    else __syncwarp();
     const Strides stride = arrays.out_stride;
+    const int stored_row = WARPS_ACROSS > 1 ? coord.tile * BLOCK_Q : first_row;
     u16* rows = static_cast<u16*>(arrays.out)
-              + coord.batch * stride.batch + coord.head * stride.head + warp_row * stride.token;
-    store_tile<WARP_ROWS, HEAD_DIM_V, 32, BLOCK_Q>(
-        out_smem, warp * WARP_ROWS, rows, stride.token, shape.seqlen_q - warp_row,
-        shape.head_dim_v, rows_aligned(arrays.out, stride), lane);
+              + coord.batch * stride.batch + coord.head * stride.head + stored_row * stride.token;
+    constexpr bool BY_BLOCK = WARPS_ACROSS > 1;
+    store_tile<BY_BLOCK ? BLOCK_Q : WARP_ROWS, HEAD_DIM_V, BY_BLOCK ? THREADS : 32, BLOCK_Q>(
+        out_smem, BY_BLOCK ? 0 : own_row, rows, stride.token, shape.seqlen_q - stored_row,
+        shape.head_dim_v, rows_aligned(arrays.out, stride), BY_BLOCK ? threadIdx.x : lane);
 }
 
 // The maxima of all rows, to shared memory. Whole block. lane_row: the lane's first row.

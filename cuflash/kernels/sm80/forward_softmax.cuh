@@ -8,17 +8,33 @@
 #include "score/score_mod.cuh"
 #include "sm80/online_softmax.cuh"
 
-constexpr int THREADS = NUM_WARPS * 32, WARP_ROWS = BLOCK_Q / NUM_WARPS;
+// Warps share the queries; with WARPS_ACROSS > 1 also the keys of S and the columns of O.
+constexpr int THREADS = NUM_WARPS * 32, WARPS_ACROSS = NUM_WARPS / SCORE_WARPS_Q;
+constexpr int WARP_ROWS = BLOCK_Q / SCORE_WARPS_Q, WARP_KEYS = BLOCK_K / WARPS_ACROSS;
+constexpr int WARP_COLUMNS = HEAD_DIM_V / WARPS_ACROSS;
 constexpr int M_TILES = WARP_ROWS / 16;                     // of the warp's rows
-constexpr int S_TILES = BLOCK_K / 8, O_TILES = HEAD_DIM_V / 8;
+constexpr int S_TILES = WARP_KEYS / 8, O_TILES = WARP_COLUMNS / 8;
 
-static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles of queries");
+static_assert(NUM_WARPS % SCORE_WARPS_Q == 0, "the warps form a rectangle");
+static_assert(BLOCK_Q % (SCORE_WARPS_Q * 16) == 0, "a warp needs whole 16-row tiles of queries");
+static_assert(WARP_KEYS % 8 == 0 && WARP_COLUMNS % 16 == 0, "a warp needs whole fragments");
 static_assert(BLOCK_K % 16 == 0, "P V takes 16 keys at a time");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
 using SoftmaxState = SoftmaxStateOf<M_TILES>;
 using Scores = float[M_TILES][S_TILES][4];
 using Output = float[M_TILES][O_TILES][4];
+
+// The warp's place among those that share the same rows, and its first row, key and column.
+__device__ __forceinline__ int warp_across() {
+    return WARPS_ACROSS == 1 ? 0 : threadIdx.x / 32 / SCORE_WARPS_Q;
+}
+__device__ __forceinline__ int warp_row() {
+    const int warp = threadIdx.x / 32;
+    return (WARPS_ACROSS == 1 ? warp : warp % SCORE_WARPS_Q) * WARP_ROWS;
+}
+__device__ __forceinline__ int warp_key() { return warp_across() * WARP_KEYS; }
+__device__ __forceinline__ int warp_column() { return warp_across() * WARP_COLUMNS; }
 
 // The lane's queries: which keys they see and how their scores are made. LINEAR scores are kept as
 // S, and the exponent scales them; others are the scores of score_mod.cuh.
@@ -41,13 +57,16 @@ struct QueryTile {
     }
 };
 
+// The lane's first key of the tile at k_start.
+__device__ __forceinline__ int lane_key(int k_start) {
+    return k_start + warp_key() + threadIdx.x % 4 * 2;
+}
+
 // S = Q K^T, or its negative if scale < 0: the softmax takes |scale|.
 __device__ __forceinline__ void score_gemm(Scores& s, u32 q_smem, u32 k_smem) {
     set_zero(s);
-    const int warp = threadIdx.x / 32;
-    const OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES> queries(q_smem, warp * WARP_ROWS);
-    const OperandB<BLOCK_K, Stored::TRANSPOSED, S_TILES / 2> keys(k_smem, 0);
-    gemm<Element, HEAD_DIM / 16>(s, queries, keys);
+    const OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES> queries(q_smem, warp_row());
+    gemm_transposed<Element, HEAD_DIM, BLOCK_K>(s, queries, k_smem, warp_key());
     if (NEGATE_SCORES)
         for (auto& tile : s)
             for (auto& fragment : tile)
@@ -59,7 +78,7 @@ __device__ __forceinline__ void apply_score_mod(
     Scores& s, const QueryTile& query_tile, int k_start) {
     const ScoreMod<float>& score_mod = query_tile.score_mod;
     const int shift = query_tile.mask.seqlen_k - query_tile.mask.seqlen_q;
-    const int first_key = k_start + threadIdx.x % 4 * 2;
+    const int first_key = lane_key(k_start);
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
@@ -80,7 +99,7 @@ __device__ __forceinline__ void apply_score_mod(
 // S = -inf where the query does not see the key.
 __device__ __forceinline__ void apply_mask(Scores& s, const QueryTile& query_tile, int k_start) {
     const auto& mask = query_tile.mask;
-    const int first_key = k_start + threadIdx.x % 4 * 2;
+    const int first_key = lane_key(k_start);
     #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
@@ -106,19 +125,18 @@ __device__ __forceinline__ void apply_mask(Scores& s, const QueryTile& query_til
 // P = P Z: 0 where dropout drops the pair, larger elsewhere.
 __device__ __forceinline__ void apply_dropout(
     Scores& p, const QueryTile& query_tile, int k_start) {
-    apply_dropout(p, query_tile.dropout, query_tile.first_query, k_start + threadIdx.x % 4 * 2);
+    apply_dropout(p, query_tile.dropout, query_tile.first_query, lane_key(k_start));
 }
 
 // acc += P V. A NaN or an infinity in V would spread, as 0 * NaN, to queries that do not see its
 // key. If there is one, this multiplies only finite values, and add_nonfinite_terms() adds the
 // rest.
-template <bool MASKED>
+template <bool MASKED, class Weights>
 __device__ __forceinline__ void accumulate(
-    Output& acc, const Scores& p, u32 v_smem, bool nonfinite) {
+    Output& acc, const Weights& weights, u32 v_smem, bool nonfinite) {
     using Values = OperandB<BLOCK_K, Stored::AS_NAMED, O_TILES / 2>;
     constexpr int KEY_BLOCKS = BLOCK_K / 16;
-    const RegisterA<Element, M_TILES, S_TILES> weights(p);
-    const Values values(v_smem, 0);
+    const Values values(v_smem, warp_column());
     if (MASKED && nonfinite)
         gemm<Element, KEY_BLOCKS, KEY_BLOCKS>(acc, weights, Sanitized<Element, Values>{values});
     else

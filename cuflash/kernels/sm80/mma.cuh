@@ -49,16 +49,17 @@ template <int ROWS, int COUNT, bool ALONG_ROWS> struct BlockRange {
     }
 };
 
-// A warp's COUNT * 16 rows of A. ROWS: rows of the tile as stored.
-template <int ROWS, Stored STORED, int COUNT> struct OperandA {
+// A warp's COUNT * 16 rows of A. ROWS: rows of the tile as stored. Its columns begin at the tile's
+// column FIRST_COLUMN.
+template <int ROWS, Stored STORED, int COUNT, int FIRST_COLUMN = 0> struct OperandA {
     static constexpr bool AS_NAMED = STORED == Stored::AS_NAMED;
     BlockRange<ROWS, COUNT, AS_NAMED> blocks;
     __device__ __forceinline__ OperandA(u32 tile, int first_row)
         : blocks(tile + lane_offset<AS_NAMED>(), first_row / 16) {}
     // The fragment of rows 16 m.., columns 16 k.. of the warp's part.
     __device__ __forceinline__ void load(u32 (&a)[4], int m, int k) const {
-        if (AS_NAMED) ldmatrix_x4(a, blocks.address(m, k));
-        else ldmatrix_x4_transposed(a, blocks.address(m, k));
+        if (AS_NAMED) ldmatrix_x4(a, blocks.address(m, k + FIRST_COLUMN / 16));
+        else ldmatrix_x4_transposed(a, blocks.address(m, k + FIRST_COLUMN / 16));
     }
 };
 
@@ -96,6 +97,49 @@ __device__ __forceinline__ void gemm(float (&d)[M_TILES][N_TILES][4], const A& a
             for (int m = 0; m < M_TILES; ++m) {
                 mma_16x8x16(d[m][n], a_fragment[m], b_fragment[0], b_fragment[1], Element{});
                 mma_16x8x16(d[m][n + 1], a_fragment[m], b_fragment[2], b_fragment[3], Element{});
+            }
+        }
+    }
+}
+
+// A warp's 8 columns of B stored TRANSPOSED: rows 32 k.. of it, of which b[0] b[1] are the fragment
+// of the first 16, b[2] b[3] that of the others. ROWS: rows of the tile as stored.
+template <int ROWS> struct NarrowB {
+    u32 lane_address;
+    __device__ __forceinline__ NarrowB(u32 tile, int first_column) {
+        const int lane = threadIdx.x % 32, row = first_column + lane % 8;
+        lane_address =
+            opaque(tile + row * PANEL_ROW_BYTES + (lane / 8 ^ lane % 8) * CHUNK_BYTES);
+    }
+    __device__ __forceinline__ void load(u32 (&b)[4], int k) const {
+        ldmatrix_x4(b, (lane_address ^ (k % 2 * 4 * CHUNK_BYTES))
+                           + k / 2 * (ROWS * PANEL_ROW_BYTES));
+    }
+};
+
+// D += A B over COLUMNS indices, B stored TRANSPOSED in a tile of ROWS rows, from its column
+// first_column on. Sums in the same order whatever the warps' shares.
+template <class Element, int COLUMNS, int ROWS, int M_TILES, int N_TILES, class A>
+__device__ __forceinline__ void gemm_transposed(
+    float (&d)[M_TILES][N_TILES][4], const A& a, u32 b_tile, int first_column) {
+    if constexpr (N_TILES > 1) {
+        gemm<Element, COLUMNS / 16>(
+            d, a, OperandB<ROWS, Stored::TRANSPOSED, N_TILES / 2>(b_tile, first_column));
+    } else {
+        const NarrowB<ROWS> b(b_tile, first_column);
+        #pragma unroll 2
+        for (int k = 0; k < COLUMNS / 32; ++k) {
+            u32 b_fragment[4];
+            b.load(b_fragment, k);
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                #pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    u32 a_fragment[4];
+                    a.load(a_fragment, m, 2 * k + half);
+                    mma_16x8x16(d[m][0], a_fragment, b_fragment[2 * half],
+                                b_fragment[2 * half + 1], Element{});
+                }
             }
         }
     }
