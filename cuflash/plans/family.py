@@ -32,7 +32,7 @@ from cuflash.plans import (
 )
 from cuflash.plans.kernel import Device, Maker, shared_bytes_of_block
 from cuflash.plans.record import FamilyName
-from cuflash.plans.steps import MAX_OF_TENSOR_CORES
+from cuflash.plans.steps import MAX_OF_TENSOR_CORES, is_wide
 from cuflash.plans.tiles import Tile
 from cuflash.request import options
 from cuflash.request.problem import Problem
@@ -163,14 +163,8 @@ def _family_of(
             f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
             " it out"
         )
-    if _is_wide(problem):
-        # Few tiles fit: use fma only if both directions have one.
-        both = (
-            replace(problem, direction=direction)
-            for direction in ("forward", "backward")
-        )
-        runs = all(_fma_runs(each, device) for each in (*both, problem))
-        return "fma" if runs else "simt"
+    if is_wide(problem):
+        return _wide_family(problem, device)
     if not _has_sixteen_bits(problem):
         has_tf32 = problem.dtype == "float32" and device.capability >= 80
         if wanted == "mma8_float32" and has_tf32:
@@ -187,6 +181,18 @@ def _family_of(
     return "sm80"
 
 
+def _wide_family(problem: Problem, device: Device) -> FamilyName:
+    """Few tiles fit: a family runs both directions or none."""
+    runs = _sm80_runs if _has_sixteen_bits(problem) else _fma_runs
+    both = (
+        replace(problem, direction=direction)
+        for direction in ("forward", "backward")
+    )
+    if not all(runs(each, device) for each in (*both, problem)):
+        return "simt"
+    return "sm80" if _has_sixteen_bits(problem) else "fma"
+
+
 def _has_sixteen_bits(problem: Problem) -> bool:
     return problem.dtype in ("float16", "bfloat16")
 
@@ -194,10 +200,6 @@ def _has_sixteen_bits(problem: Problem) -> bool:
 def oldest_of_dtype(problem: Problem) -> int:
     """The oldest compute capability that supports the problem's dtype."""
     return 80 if _has_sixteen_bits(problem) else 75
-
-
-def _is_wide(problem: Problem) -> bool:
-    return max(problem.head_dim, problem.head_dim_v) > MAX_OF_TENSOR_CORES
 
 
 def _decode_family(
@@ -223,6 +225,11 @@ def _decode_family(
         ):
             return family
     return None
+
+
+def _sm80_runs(problem: Problem, device: Device) -> bool:
+    """Needs shared memory for some tile of wide heads."""
+    return any(legal_tiles(problem, device, "sm80"))
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:
@@ -256,7 +263,7 @@ def check_splits(problem: Problem) -> None:
 
 def check_precision(problem: Problem) -> None:
     """Raise UnsupportedError if the head dimensions are too large."""
-    if problem.precision and _is_wide(problem):
+    if problem.precision and is_wide(problem):
         raise UnsupportedError(
             f"precision {problem.precision!r} needs head_dim and"
             f" head_dim_v of at most {MAX_OF_TENSOR_CORES}, this call"

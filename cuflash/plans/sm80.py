@@ -10,6 +10,7 @@ from .kernel import Device, Maker, Plan
 from .rounding import round_up
 from .steps import (
     is_linear,
+    is_wide,
     kept_and_summed,
     padded_head_dims,
     run_tiles,
@@ -20,6 +21,9 @@ from .steps import (
 # Registers, of 255, for a thread's accumulators. The rest hold fragments,
 # addresses and row statistics. 224 is the most that fits, as measured.
 ACCUMULATOR_REGISTERS = 224
+
+# The same of heads wider than 256, whose warps share rows.
+WIDE_FORWARD_REGISTERS, WIDE_BACKWARD_REGISTERS = 176, 200
 
 
 def forward_shared(problem: Problem, tile: Tile) -> int:
@@ -57,11 +61,39 @@ def shares_rows(tile: Tile) -> bool:
 
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
+    if (tile.score_warps_q > 1) != is_wide(problem):
+        return False
     _, dv = padded_head_dims(problem)
+    if is_wide(problem):
+        return _wide_forward_fits(tile, dv)
     if not shares_rows(tile):
         return False
     rows = tile.block_q // tile.num_warps
     return rows * (tile.block_k + dv) // 32 <= ACCUMULATOR_REGISTERS
+
+
+def _wide_forward_fits(tile: Tile, dv: int) -> bool:
+    """Whether warps share rows, keys and columns, and registers hold them."""
+    down, across = tile.score_warps_q, tile.num_warps // tile.score_warps_q
+    shares = (
+        tile.block_q % (down * 16),
+        tile.block_k % 16,
+        tile.block_k % (across * 8),
+        dv % (across * 16),
+    )
+    if any(shares) or not loads_evenly(tile):
+        return False
+    rows, columns = tile.block_q // down, (tile.block_k + dv) // across
+    return rows * columns // 32 <= WIDE_FORWARD_REGISTERS
+
+
+def loads_evenly(tile: Tile) -> bool:
+    """Whether threads share loads evenly: common/smem.cuh's LoadShare."""
+    at_once = tile.num_warps * 4
+    return all(
+        rows % 8 == 0 and max(rows, at_once) % min(rows, at_once) == 0
+        for rows in (tile.block_q, tile.block_k)
+    )
 
 
 def padded(problem: Problem, d: int, dv: int) -> bool:
@@ -116,10 +148,35 @@ def shares_gradients(problem: Problem, tile: Tile) -> bool:
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
+    if is_wide(problem):
+        return _wide_backward_fits(problem, tile)
     if not shares_gradients(problem, tile):
         return False
     d, dv = padded_head_dims(problem)
     return kept_and_summed(tile, d, dv) <= ACCUMULATOR_REGISTERS
+
+
+def _wide_backward_fits(problem: Problem, tile: Tile) -> bool:
+    """The same of wide heads: dQ is summed in two halves of its columns."""
+    d, dv = padded_head_dims(problem)
+    warps = tile.num_warps
+    across = warps // tile.score_warps_q
+    gradient_across = warps // tile.gradient_warps_k
+    shares = (
+        tile.block_q % (tile.score_warps_q * 16),
+        tile.block_k % (min(across, tile.block_k // 8) * 8),
+        d % (across * 16),
+        tile.block_k % (tile.gradient_warps_k * 16),
+        d % (gradient_across * 16),
+        dv % (gradient_across * 16),
+    )
+    if any(shares) or not loads_evenly(tile):
+        return False
+    threads = warps * 32
+    kept = tile.block_k * (d + dv) // threads
+    scores = 2 * tile.block_q * tile.block_k // threads
+    dq = tile.block_q * d // threads // 2
+    return kept + max(scores, dq) <= WIDE_BACKWARD_REGISTERS
 
 
 def gradients(

@@ -109,6 +109,25 @@ def _sm90_backward() -> Iterator[Tile]:
     yield from _sm90_double_backward()
 
 
+def _sm80_forward() -> Iterator[Tile]:
+    yield from _rows((128, 64, 32), (128, 64, 32, 16), (4, 8, 2),
+                     ptxas_level=1)  # fmt: skip
+    # Wide heads: warps share the rows too, `down` of them along queries.
+    for q, k, warps, down in product(
+        (128, 96, 64, 32), (64, 32, 16), (8, 4), (2, 4)
+    ):
+        yield Tile(q, k, warps, score_warps_q=down)
+
+
+def _sm80_backward() -> Iterator[Tile]:
+    along = (4, 2, 8, 1)
+    yield from _gradients((128, 64, 32), (128, 64, 32), (8, 4), along, along,
+                          (2, 1), ptxas_level=1)  # fmt: skip
+    # Wide heads.
+    yield from _gradients((64, 32, 16), (32, 16), (8, 4), (4, 2, 1),
+                          (2, 1), ptxas_level=1)  # fmt: skip
+
+
 _Sizes = tuple[int, ...]
 
 
@@ -206,16 +225,11 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ("sm90", "jvp"): _sm90_jvp,
     ("sm90", "double_backward"): _sm90_double_backward,
     ("sm90", "backward"): _sm90_backward,
-    ("sm80", "forward"): partial(
-        _rows, (128, 64, 32), (128, 64, 32, 16), (4, 8, 2), ptxas_level=1
-    ),
+    ("sm80", "forward"): _sm80_forward,
     ("sm80", "jvp"): partial(
         _rows, (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2), ptxas_level=1
     ),
-    ("sm80", "backward"): partial(
-        _gradients, (128, 64, 32), (128, 64, 32), (8, 4), (4, 2, 8, 1),
-        (4, 2, 8, 1), (2, 1), ptxas_level=1,
-    ),
+    ("sm80", "backward"): _sm80_backward,
     ("sm80", "double_backward"): partial(
         _gradients, (64, 32), (64, 32), (8, 4), (4, 2, 1), (4, 2, 1), (2, 1),
         ptxas_level=1,

@@ -61,7 +61,8 @@ __device__ __forceinline__ void store(
 // The maxima of all rows, to shared memory. Whole block. lane_row: the lane's first row.
 __device__ __forceinline__ void share_maxima(
     float* row_max, const SoftmaxState& softmax, int lane_row) {
-    if (threadIdx.x % 4 == 0)                               // a quad's lanes have the same m
+    // A quad's lanes have the same m, and so have warps that share rows.
+    if (threadIdx.x % 4 == 0 && warp_across() == 0)
         for (int i = 0; i < M_TILES; ++i)
             for (int half = 0; half < 2; ++half)
                 row_max[lane_row + i * 16 + half * 8] = softmax.m[i][half];
