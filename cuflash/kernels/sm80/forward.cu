@@ -157,7 +157,7 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
     const int q_start = coord.tile * BLOCK_Q;
     const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const Strides ks = arrays.k_stride, vs = arrays.v_stride;
-    const int row_warp = threadIdx.x / 32 % SCORE_WARPS_Q;
+    const int row_warp = WARPS_ACROSS == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % SCORE_WARPS_Q;
     const int lane_query = q_start + row_warp * WARP_ROWS + threadIdx.x % 32 / 4;
     const QueryTile query_tile(args, coord, lane_query);
     const KeyTiles tiles = query_tile.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
