@@ -6,7 +6,7 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
 from .in_one import forward_in_one, gradients_in_one
-from .kernel import Device, Maker, Plan
+from .kernel import Constant, Device, Maker, Plan
 from .rounding import round_up
 from .steps import (
     is_linear,
@@ -180,7 +180,7 @@ def _wide_backward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def gradients(
-    problem: Problem, device: Device, tile: Tile, shared: int
+    problem: Problem, device: Device, tile: Tile, shared: int, *own: Constant
 ) -> Plan:
     """The plan of a backward or a double backward."""
     d, dv = padded_head_dims(problem)
@@ -189,11 +189,20 @@ def gradients(
         ("PADDED", padded(problem, d, dv)),
         ("NUM_STAGES", tile.num_stages),
         ("DS_COLUMN", _ds_column(tile)),
+        *own,
     )  # fmt: skip
 
 
+def loads_in_turn(problem: Problem, tile: Tile) -> bool:
+    """Whether dO and Q load one after the other, where both wait."""
+    return is_wide(problem) and tile.num_stages == 1
+
+
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    return gradients(problem, device, tile, _backward_shared(problem, tile))
+    return gradients(
+        problem, device, tile, _backward_shared(problem, tile),
+        ("LOADS_IN_TURN", loads_in_turn(problem, tile)),
+    )  # fmt: skip
 
 
 FORWARD = Maker(_forward, forward_shared, _forward_fits)

@@ -44,6 +44,9 @@ struct SharedPlan {
     float delta[NUM_STAGES][BLOCK_Q];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+// With one stage of wide tiles, dO and Q load as soon as each is no longer used, instead of together
+// after all matmuls, which costs one more barrier.
+static_assert(!LOADS_IN_TURN || NUM_STAGES == 1, "the other stage loads a whole iteration ahead");
 static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the main loop knows one or two stages");
 
 // The tiles of P and dS; dS may stand in P's, beside it.
@@ -90,13 +93,37 @@ struct QueryLoader {
     // Starts the next load, to `stage`, unless all tiles are loaded.
     __device__ __forceinline__ void load(SharedPlan& shared, int stage) {
         if (SKIPS_TILES ? loads_left <= 0 : loads_left-- <= 0) return;
-        const Shape& shape = arrays.shape;
-        const int num_rows = shape.seqlen_q - next_tile * BLOCK_Q;
+        const int num_rows = arrays.shape.seqlen_q - next_tile * BLOCK_Q;
+        copy_q(shared, stage, num_rows);
+        copy_dout(shared, stage, num_rows);
+        cp_async_commit();
+        advance();
+    }
+
+    // The same in two steps, to stage 0: what is used with dO, then Q.
+    __device__ __forceinline__ void load_dout(SharedPlan& shared) {
+        if (loads_left <= 0) return;
+        copy_dout(shared, 0, arrays.shape.seqlen_q - next_tile * BLOCK_Q);
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void load_q(SharedPlan& shared) {
+        if (loads_left <= 0) return;
+        copy_q(shared, 0, arrays.shape.seqlen_q - next_tile * BLOCK_Q);
+        cp_async_commit();
+        if (!SKIPS_TILES) --loads_left;
+        advance();
+    }
+
+private:
+    __device__ __forceinline__ void copy_q(SharedPlan& shared, int stage, int num_rows) {
         load_tile<BLOCK_Q, HEAD_DIM, THREADS, missing<PADDED>(true)>(
-            shared_address(&shared.q[stage]), q, q_stride.token, num_rows, shape.head_dim);
+            shared_address(&shared.q[stage]), q, q_stride.token, num_rows, arrays.shape.head_dim);
+    }
+    // With lse and delta.
+    __device__ __forceinline__ void copy_dout(SharedPlan& shared, int stage, int num_rows) {
         load_tile<BLOCK_Q, HEAD_DIM_V, THREADS, missing<PADDED>(true)>(
             shared_address(&shared.dout[stage]), dout, dout_stride.token, num_rows,
-            shape.head_dim_v);
+            arrays.shape.head_dim_v);
         for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
             const int bytes = i < num_rows ? 4 : 0;
             cp_async_4(shared_address(&shared.lse[stage][i]),
@@ -104,11 +131,7 @@ struct QueryLoader {
             cp_async_4(shared_address(&shared.delta[stage][i]),
                        static_cast<const float*>(arrays.delta) + row + i, bytes);
         }
-        cp_async_commit();
-        advance();
     }
-
-private:
     // To the next tile that is visited, of this head or the next.
     __device__ __forceinline__ void advance() {
         int tile_step = 1, head_step = 0;
@@ -276,18 +299,29 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
             compute_p_and_ds<MASKED>(shared, score_tile, stage);
         __syncthreads();
 
+        const auto add_dk = [&] {
+            gradient_gemm<false, BLOCK_Q, MASKED, DS_COLUMN>(
+                dk, ds_smem, q_smem, KeyGrid::first_row(), KeyGrid::first_column(), nonfinite);
+        };
         gradient_gemm<false, BLOCK_Q, MASKED>(
             dv, p_smem, dout_smem, ValueGrid::first_row(), ValueGrid::first_column(), nonfinite);
+        if constexpr (LOADS_IN_TURN) {
+            __syncthreads();
+            loader.load_dout(shared);
+            add_dk();
+            __syncthreads();
+            loader.load_q(shared);
+        }
         add_dq<MASKED>(dq_semaphore, arrays, score_tile, coord, head, tile, num_q_tiles, ds_smem,
                        k_smem, k_nonfinite);
-        gradient_gemm<false, BLOCK_Q, MASKED, DS_COLUMN>(
-            dk, ds_smem, q_smem, KeyGrid::first_row(), KeyGrid::first_column(), nonfinite);
-
-        if (NUM_STAGES == 1) {
-            __syncthreads();
-            loader.load(shared, stage);
-        } else {
-            stage ^= 1;
+        if constexpr (!LOADS_IN_TURN) {
+            add_dk();
+            if (NUM_STAGES == 1) {
+                __syncthreads();
+                loader.load(shared, stage);
+            } else {
+                stage ^= 1;
+            }
         }
     };
 
