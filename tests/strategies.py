@@ -35,6 +35,7 @@ EDGES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 200]
 HEAD_DIMS = [1, 2, 7, 8, 16, 31, 32, 64, 65, 96, 128, 192, 255, 256]
 
 # Padded or not, equal for q and v or not.
+WIDE_HEAD_DIMS = ((320, 64), (64, 320), (257, 500), (512, 512))
 FEW_HEAD_DIMS = {
     "emulated": [(16, 16), (32, 64), (40, 72)],
     "cupy": [(7, 7), (40, 40), (64, 64), (128, 128), (160, 80), (256, 256)],
@@ -177,14 +178,18 @@ def cases(
     wide=False,
     precision=None,
     values=VALUES,
+    dims=None,
 ):
     """Draw a whole call; causal=False for calls that never are.
 
     archs : emulated architectures, if not wide.
+    dims : the head dimensions to draw from, if they are few.
     """
     batch, num_heads_kv = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     num_heads_q = num_heads_kv * draw(st.integers(1, 3))
-    head_dim, head_dim_v = draw(head_dims(backend, wide))
+    head_dim, head_dim_v = draw(
+        st.sampled_from(dims) if dims else head_dims(backend, wide)
+    )
     work = batch * num_heads_q * (head_dim + head_dim_v)
     seqlen_q = draw(lengths(longest))
     fitting = longest

@@ -182,7 +182,12 @@ def _family_of(
 
 
 def _wide_family(problem: Problem, device: Device) -> FamilyName:
-    """Few tiles fit: a family runs both directions or none."""
+    """Few tiles fit: a family runs both directions or none.
+
+    Derivatives of 16-bit types need too many registers on tensor cores.
+    """
+    if _has_sixteen_bits(problem) and problem.tangents is not None:
+        return "simt"
     runs = _sm80_runs if _has_sixteen_bits(problem) else _fma_runs
     both = (
         replace(problem, direction=direction)

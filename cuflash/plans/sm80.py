@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cuflash.plans.tiles import Tile
+from cuflash.request.options import acts
 from cuflash.request.problem import Problem
 
 from .in_one import forward_in_one, gradients_in_one
@@ -24,6 +25,9 @@ ACCUMULATOR_REGISTERS = 224
 
 # The same of heads wider than 256, whose warps share rows.
 WIDE_FORWARD_REGISTERS, WIDE_BACKWARD_REGISTERS = 176, 200
+
+# Beside scores, for what options know of a pair.
+_REGISTERS_OF_OPTIONS = 24
 
 
 def forward_shared(problem: Problem, tile: Tile) -> int:
@@ -174,9 +178,11 @@ def _wide_backward_fits(problem: Problem, tile: Tile) -> bool:
         return False
     threads = warps * 32
     kept = tile.block_k * (d + dv) // threads
-    scores = 2 * tile.block_q * tile.block_k // threads
+    tiles = 4 if "bends" in acts(problem) else 2  # slopes of scores, too
+    scores = tiles * tile.block_q * tile.block_k // threads
     dq = tile.block_q * d // threads // 2
-    return kept + max(scores, dq) <= WIDE_BACKWARD_REGISTERS
+    spare = _REGISTERS_OF_OPTIONS if problem.options else 0
+    return kept + max(scores + spare, dq) <= WIDE_BACKWARD_REGISTERS
 
 
 def gradients(

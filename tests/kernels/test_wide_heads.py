@@ -1,10 +1,14 @@
-"""Head dimensions above 256, on simt and, for float32, on fma."""
+"""Head dimensions above 256.
+
+16 bits on sm80's kernels, float32 on fma, the rest on simt.
+"""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import strategies
 from cuflash.plans.plan import device_of_arch, plan
 from helpers import calls
 from helpers.backends import on_kernels, on_kernels_of
@@ -16,6 +20,7 @@ from helpers.checks import (
 )
 from helpers.compare import assert_bitwise
 from helpers.data import Case, Emulation, inputs
+from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
 
@@ -54,6 +59,29 @@ def test_register_tiles(backend, arch, head_dims):
         assert plan(problem, device_of_arch(arch)).family == "fma"
     on = Emulation(arch)
     check(backend, case_of(backend, "float32", head_dims, causal=True, on=on))
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("arch", "head_dims"),
+    [("sm_86", (512, 512)), ("sm_80", (512, 384)), ("sm_90a", (320, 512))],
+)
+def test_tensor_cores(backend, arch, head_dims):
+    """Tiles of as much shared memory as each has, of few rows and keys."""
+    on = Emulation(arch)
+    more = {"causal": True, "window": (30, 10), "on": on}
+    check(backend, case_of(backend, "bfloat16", head_dims, **more))
+
+
+@on_each_backend(
+    strategies.cases,
+    dtypes=("float16", "bfloat16"),
+    dims=strategies.WIDE_HEAD_DIMS,
+    archs=("sm_80", "sm_86", "sm_90a"),
+    longest=130,
+)
+def test_is_the_gradient_of_forward(backend, case):
+    check_gradients_of_forward(backend, case)
 
 
 @on_kernels
@@ -112,8 +140,8 @@ def test_masked_nan_does_not_spread(backend):
 
 @on_kernels
 def test_gradients_are_the_same_in_every_run(backend):
-    """No two blocks add to the same element."""
-    case = case_of(backend, "bfloat16", causal=True)
+    """On simt: no two blocks add to the same element."""
+    case = case_of(backend, "float64", causal=True)
     arrays = inputs(case)
     first = calls.both(backend, case, *arrays)
     other = replace(case, on=Emulation(seed=1, resident=3))

@@ -204,15 +204,41 @@ WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 
 
 @both_directions
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [("float16", "sm80"), ("bfloat16", "sm80"), ("float64", "simt")],
+)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("wanted", [None, "sm90", "sm80"])
-def test_wide_heads_are_plain(direction, dtype, arch, wanted):
+def test_families_of_wide_heads(direction, dtype, family, arch, wanted):
     for d, dv in WIDE:
         problem = small_problem(direction, dtype, d, head_dim_v=dv)
         decided = plan(problem, device_of_arch(arch), wanted)
-        assert decided.family == "simt"
-        assert any("simt" in kernel.file for kernel in decided.kernels)
+        assert decided.family == family
+        assert any(family in kernel.file for kernel in decided.kernels)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("direction", DERIVATIVES)
+def test_derivatives_of_wide_heads_are_plain(direction, dtype):
+    for d, dv in WIDE:
+        problem = small_problem(direction, dtype, d, head_dim_v=dv)
+        assert plan(problem, device_of_arch("sm_80")).family == "simt"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_warps_share_rows_of_wide_heads_alone(arch):
+    for d in (256, 257):
+        tile = planned("forward", "float16", d, arch).tile
+        assert (tile.score_warps_q > 1) == (d > 256) or "sm_90" in arch
+
+
+def test_wide_heads_are_plain_without_room_for_both_directions():
+    """Backward needs more: forward could run, but has the same scores."""
+    device = replace(device_of_arch("sm_80"), shared_bytes=60 * 1024)
+    for direction in ("forward", "backward"):
+        problem = small_problem(direction, "bfloat16", 512)
+        assert plan(problem, device).family == "simt"
 
 
 @pytest.mark.parametrize(
