@@ -15,18 +15,20 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
 // NUM_STAGES, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up
-// to multiples of 32; PADDED, whether that changed one of them; DETERMINISTIC: the blocks of one
-// head add to a query tile's dQ in the order of their key tiles; Arguments and the options
+// to multiples of 32, of wide heads 64; PADDED, whether that changed one of them; LOADS_IN_TURN: dO
+// and Q load as soon as each is no longer used, instead of together after all matmuls; DS_COLUMN:
+// where dS stands in P's tile, 0: it has its own; DETERMINISTIC: the blocks of one head add to a
+// query tile's dQ in the order of their key tiles; Arguments and the options
 // (docs/guide/options.md), with which scale S stands for the score of score_mod.cuh and dS for the
 // gradient by scale S. Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     k           BLOCK_K * HEAD_DIM * 2                      dK in the epilogue
 //     v           BLOCK_K * HEAD_DIM_V * 2                    dV in the epilogue
 //     q           NUM_STAGES * BLOCK_Q * HEAD_DIM * 2
 //     dout        NUM_STAGES * BLOCK_Q * HEAD_DIM_V * 2
-//     p, ds       BLOCK_Q * BLOCK_K * 2 each                  exchanged between warps
+//     p_and_ds    BLOCK_Q * BLOCK_K * 2 each                  exchanged between warps
 //     lse, delta  NUM_STAGES * BLOCK_Q * 4 each
 // Barriers an iteration: one when Q and dO have arrived, one when P and dS are written and, with
-// one stage, a third before the next load.
+// one stage, a third before the next load, or, if they load in turn, before each of two.
 //
 // Bad at: Hopper, whose wgmma is about twice as fast; few keys with many queries (one block a key
 // tile, queries are not split).
@@ -39,22 +41,20 @@ struct SharedPlan {
     SmemTile<BLOCK_K, HEAD_DIM_V> v;                        // then dV
     SmemTile<BLOCK_Q, HEAD_DIM> q[NUM_STAGES];
     SmemTile<BLOCK_Q, HEAD_DIM_V> dout[NUM_STAGES];
-    SmemTile<BLOCK_Q, DS_COLUMN + BLOCK_K> p_then_ds[DS_COLUMN == 0 ? 2 : 1];
+    SmemTile<BLOCK_Q, DS_COLUMN + BLOCK_K> p_and_ds[DS_COLUMN == 0 ? 2 : 1];
     alignas(1024) float lse[NUM_STAGES][BLOCK_Q];
     float delta[NUM_STAGES][BLOCK_Q];
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
-// With one stage of wide tiles, dO and Q load as soon as each is no longer used, instead of together
-// after all matmuls, which costs one more barrier.
 static_assert(!LOADS_IN_TURN || NUM_STAGES == 1, "the other stage loads a whole iteration ahead");
 static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the main loop knows one or two stages");
 
 // The tiles of P and dS; dS may stand in P's, beside it.
 __device__ __forceinline__ u32 p_tile(SharedPlan& shared) {
-    return shared_address(&shared.p_then_ds[0]);
+    return shared_address(&shared.p_and_ds[0]);
 }
 __device__ __forceinline__ u32 ds_tile(SharedPlan& shared) {
-    return shared_address(&shared.p_then_ds[DS_COLUMN == 0 ? 1 : 0]);
+    return shared_address(&shared.p_and_ds[DS_COLUMN == 0 ? 1 : 0]);
 }
 
 // Loads Q, dO, lse and delta of one query tile after another: the tiles of the group's first head,

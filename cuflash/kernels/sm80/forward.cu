@@ -8,17 +8,22 @@
 // partly masked tiles come first; the loop over the others has no mask code.
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
-// Block: NUM_WARPS warps of WARP_ROWS queries each.
+// Block: NUM_WARPS warps, SCORE_WARPS_Q of them along the queries. With fewer than all, for wide
+// heads, several share their rows: each has some of the keys of S and of the columns of O.
 //
-// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; RUN_TILES
-// (long_sums.cuh); HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to multiples of 32;
-// PADDED, whether rounding changed one of them; NEGATE_SCORES, whether scale < 0 and scores are
-// LINEAR (score_mod.cuh); Arguments and the options (docs/guide/options.md).
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, BLOCKS_PER_SM,
+// SHARED_BYTES; RUN_TILES (long_sums.cuh); HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up
+// to multiples of 32, of wide heads 64; PADDED, whether rounding changed one of them;
+// NEGATE_SCORES, whether scale < 0 and scores are LINEAR (score_mod.cuh); Arguments and the options
+// (docs/guide/options.md).
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
+//     weights     BLOCK_Q * BLOCK_K * 2                       P, if warps share rows
+//     rows        BLOCK_Q * 4 for each of them                maxima; sums in the epilogue
 //     q_then_out  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2     Q; O in the epilogue
 //     k           BLOCK_K * HEAD_DIM * 2
 //     v           BLOCK_K * HEAD_DIM_V * 2
-// The next K loads while this V is used, and V loads while K is used: two barriers per iteration.
+// The next K loads while this V is used, and V loads while K is used: two barriers per iteration,
+// and a third for P if warps share rows.
 //
 // Slow on Hopper, whose wgmma is about twice as fast, and for few queries with many keys: one block
 // per query tile, and keys are not split among blocks.
@@ -157,6 +162,7 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
     const int q_start = coord.tile * BLOCK_Q;
     const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const Strides ks = arrays.k_stride, vs = arrays.v_stride;
+    // As warp_row(), which would change the machine code of warps with rows of their own.
     const int row_warp = WARPS_ACROSS == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % SCORE_WARPS_Q;
     const int lane_query = q_start + row_warp * WARP_ROWS + threadIdx.x % 32 / 4;
     const QueryTile query_tile(args, coord, lane_query);
