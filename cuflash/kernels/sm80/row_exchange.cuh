@@ -1,6 +1,6 @@
 // What warps that share rows of sm80/forward.cu exchange through shared memory.
 //
-// A warp has the scores of WARP_KEYS keys of its rows, and WARP_COLUMNS columns of their O: all, or,
+// A warp has the scores of WARP_KEYS keys of its rows, and WARP_COLUMNS columns of their O: all or,
 // if WARPS_ACROSS > 1, a part. Then maxima and sums of its rows come from several warps, and so
 // does P, an operand of each. Warps that share a row all hold its m, and each a part of its l.
 #pragma once
