@@ -194,10 +194,11 @@ __device__ __forceinline__ bool wait_for_queries(u32 q_smem, u32 dout_smem) {
     return false;
 }
 
-// S, P, dP and dS of a tile. P (for dV) and dS go to shared memory.
+// S, P, dP and dS of a tile. P (for dV) and dS go to shared memory. No barrier inside.
 template <bool MASKED>
 __device__ __forceinline__ void compute_p_and_ds(
     SharedPlan& shared, const ScoreTile& score_tile, int stage) {
+    if (SCORE_WARPS < NUM_WARPS && threadIdx.x / 32 >= SCORE_WARPS) return;
     Scores s;                                               // S, then P
     score_gemm<HEAD_DIM>(s, shared_address(&shared.q[stage]), shared_address(&shared.k));
     ScoreDerivatives derivatives;
@@ -262,7 +263,6 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
     const BackwardArguments& arrays = arrays_of(args);
-    const Shape& shape = arrays.shape;
     const float scale = static_cast<float>(arrays.scale);
     const int k_start = coord.tile * BLOCK_K;
     ScoreTile score_tile(args, coord.batch, coord.tile);
@@ -277,7 +277,7 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     set_zero(dk);
     set_zero(dv);
 
-    const int num_rows = shape.seqlen_k - k_start;
+    const int num_rows = arrays.shape.seqlen_k - k_start;
     const bool k_nonfinite = load_first_tiles(shared, loader, coord, k_start, num_rows);
 
     // Main loop, one query tile per iteration. Its Q and dO are on their way to `stage`; the other
@@ -295,33 +295,24 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
         if constexpr (MASKED) lacks_nonfinite |= nonfinite || k_nonfinite;
         if (NUM_STAGES == 2) loader.load(shared, stage ^ 1);
 
-        if (SCORE_WARPS == NUM_WARPS || threadIdx.x / 32 < SCORE_WARPS)
-            compute_p_and_ds<MASKED>(shared, score_tile, stage);
+        compute_p_and_ds<MASKED>(shared, score_tile, stage);
         __syncthreads();
 
-        const auto add_dk = [&] {
-            gradient_gemm<false, BLOCK_Q, MASKED, DS_COLUMN>(
-                dk, ds_smem, q_smem, KeyGrid::first_row(), KeyGrid::first_column(), nonfinite);
-        };
-        gradient_gemm<false, BLOCK_Q, MASKED>(
-            dv, p_smem, dout_smem, ValueGrid::first_row(), ValueGrid::first_column(), nonfinite);
+        add_dv<MASKED>(dv, p_smem, dout_smem, nonfinite);
         if constexpr (LOADS_IN_TURN) {
             __syncthreads();
             loader.load_dout(shared);
-            add_dk();
+            add_dk<MASKED>(dk, ds_smem, q_smem, nonfinite);
             __syncthreads();
             loader.load_q(shared);
         }
         add_dq<MASKED>(dq_semaphore, arrays, score_tile, coord, head, tile, num_q_tiles, ds_smem,
                        k_smem, k_nonfinite);
-        if constexpr (!LOADS_IN_TURN) {
-            add_dk();
-            if (NUM_STAGES == 1) {
-                __syncthreads();
-                loader.load(shared, stage);
-            } else {
-                stage ^= 1;
-            }
+        if constexpr (!LOADS_IN_TURN) add_dk<MASKED>(dk, ds_smem, q_smem, nonfinite);
+        if (NUM_STAGES == 2) stage ^= 1;
+        if (NUM_STAGES == 1 && !LOADS_IN_TURN) {
+            __syncthreads();
+            loader.load(shared, stage);
         }
     };
 

@@ -31,6 +31,20 @@ __device__ __forceinline__ void gradient_gemm(
     else gemm<Element, B_ROWS / 16>(d, a, b);
 }
 
+// dV += P^T dO and dK += dS^T Q.
+template <bool MASKED>
+__device__ __forceinline__ void add_dv(
+    ValueGrid::Fragments& dv, u32 p_smem, u32 dout_smem, bool nonfinite) {
+    gradient_gemm<false, BLOCK_Q, MASKED>(
+        dv, p_smem, dout_smem, ValueGrid::first_row(), ValueGrid::first_column(), nonfinite);
+}
+template <bool MASKED>
+__device__ __forceinline__ void add_dk(
+    KeyGrid::Fragments& dk, u32 ds_smem, u32 q_smem, bool nonfinite) {
+    gradient_gemm<false, BLOCK_Q, MASKED, DS_COLUMN>(
+        dk, ds_smem, q_smem, KeyGrid::first_row(), KeyGrid::first_column(), nonfinite);
+}
+
 // dQ = dS K of query tile q_tile, added to its float sums, DQ_SLICE tiles of columns at a time.
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(

@@ -76,6 +76,14 @@ private:
     }
 };
 
+// What the thread loads of the keys or values from first_key on.
+__device__ __forceinline__ const u16* key_source(
+    const void* array, Strides stride, int batch, int kv_head, i64 first_key) {
+    return thread_source<LoadShare<BLOCK_K, THREADS>>(
+        array, batch * stride.batch + kv_head * stride.head + first_key * stride.token,
+        stride.token);
+}
+
 // Starts the loads of the block's queries.
 __device__ __forceinline__ void load_queries(
     u32 q_smem, const ForwardArguments& arrays, TileCoord coord, int q_start) {
@@ -162,7 +170,6 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
     const int q_start = coord.tile * BLOCK_Q;
     const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const Strides ks = arrays.k_stride, vs = arrays.v_stride;
-    // As warp_row(), which would change the machine code of warps with rows of their own.
     const int row_warp = WARPS_ACROSS == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % SCORE_WARPS_Q;
     const int lane_query = q_start + row_warp * WARP_ROWS + threadIdx.x % 32 / 4;
     const QueryTile query_tile(args, coord, lane_query);
@@ -175,10 +182,8 @@ forward_sm80(const __grid_constant__ Arguments call_args) {
     const i64 last_key = static_cast<i64>(tiles.num_visited - 1) * BLOCK_K;
     KeyLoader loader{.shape = shape, .k_smem = k_smem, .v_smem = v_smem,
         .k_stride = ks.token, .v_stride = vs.token,
-        .k = thread_source<LoadShare<BLOCK_K, THREADS>>(
-            arrays.k, coord.batch * ks.batch + kv_head * ks.head + last_key * ks.token, ks.token),
-        .v = thread_source<LoadShare<BLOCK_K, THREADS>>(
-            arrays.v, coord.batch * vs.batch + kv_head * vs.head + last_key * vs.token, vs.token),
+        .k = key_source(arrays.k, ks, coord.batch, kv_head, last_key),
+        .v = key_source(arrays.v, vs, coord.batch, kv_head, last_key),
         .last_tile = tiles.num_visited - 1};
     const PairMask& pair_mask = query_tile.pair_mask;
     int tile = pair_mask.key_tile_before(coord.tile, tiles.num_visited, tiles.first), next = 0;

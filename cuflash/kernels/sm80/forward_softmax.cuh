@@ -25,7 +25,8 @@ using SoftmaxState = SoftmaxStateOf<M_TILES>;
 using Scores = float[M_TILES][S_TILES][4];
 using Output = float[M_TILES][O_TILES][4];
 
-// The warp's place among those that share the same rows, and its first row, key and column.
+// The warp's place among those that share the same rows, and its first row, key and column. (Where
+// forward.cu computes a row itself, this would change the machine code of WARPS_ACROSS = 1.)
 __device__ __forceinline__ int warp_across() {
     return WARPS_ACROSS == 1 ? 0 : threadIdx.x / 32 / SCORE_WARPS_Q;
 }
