@@ -118,7 +118,7 @@ def test_a_product_past_it_that_is_scaled_down(backend, dtype, arch):
         case_of("float16", head_dim=320, head_dim_v=16),
         case_of("bfloat16", "sm_90a", head_dim=256, head_dim_v=256),
     ],
-    ids=["tf32x3", "simt", "wide"],
+    ids=["tf32x3", "wide_heads", "wide"],
 )
 def test_on_other_kernels(backend, case):
     check_overflow(backend, case, FACTOR[case.dtype])
