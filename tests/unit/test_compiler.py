@@ -115,6 +115,24 @@ def test_double_backward_on_hopper_does_not_spill(head_dim):
             assert report.spill_bytes == 0 and not report.warnings
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [320, 384, 512])
+def test_wide_heads_on_tensor_cores_do_not_spill(direction, arch, head_dim):
+    """With options, which take registers; on Hopper by sm80 too."""
+    options = {"softcap": 1.0, "bias": "float16", "dropout": 0.5}
+    for asked in ({}, options):
+        *_, kernel = (
+            x
+            for x in kernels(
+                direction, "float16", arch, head_dim, "sm80", **asked
+            )
+            if x.file.startswith("sm80/")
+        )
+        report = nvrtc.report(kernel, arch)
+        assert report.spill_bytes == 0 and not report.warnings
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_states", [2, MOST_STATES])
 def test_merge_compiles(dtype, num_states):
