@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from cuflash.expressions import derivative, nodes, ranges
+from cuflash.expressions.affine import Affine, affine
 from cuflash.expressions.builtin import shared_by
 from cuflash.expressions.nodes import SCORE, Node
 from cuflash.expressions.reals import in_reals
@@ -61,7 +62,7 @@ def text(
     return "\n".join([
         *(
             ['#include "score/no_score_mod.cuh"'] if score is None
-            else _score_struct(score, arrays, dmods, exact_sums)
+            else _score_struct(score, arrays, dmods, exact_sums, short)
         ),
         "",
         *(
@@ -89,11 +90,15 @@ def _score_struct(
     arrays: Sequence[ArrayKind],
     dmods: tuple[int, ...],
     exact_sums: bool,
+    short: bool,
 ) -> list[str]:
     header = ["template <class Real> struct ScoreExpression {"]
+    parts = affine(score) if short else None
     slope = derivative.slope(score)
     scatters = derivative.of_gathers(score, dmods) if dmods else {}
     needed = [score, slope, *scatters, *scatters.values()]
+    if parts:
+        needed += [parts.added, parts.step, *parts.edges]
     body = _Body(needed, arrays, exact=False, scatters=bool(scatters))
     gradients = [
         _Gradient(f"sums.{body.name(g)}", g, by, exact_sums)
@@ -117,6 +122,7 @@ def _score_struct(
         *body.set_head,
         "    }",
         *body.reads_inside([score, slope]),
+        *(body.affine(parts) if parts else _NOT_AFFINE),
         f"    template <bool INSIDE = false> Real score{pair}) const {{",
         *_with_score(
             [
@@ -159,6 +165,9 @@ def _score_struct(
         "    }",
         "};",
     ]
+
+
+_NOT_AFFINE = ("    static constexpr bool AFFINE = false;",)
 
 
 def _with_score(lines: list[str]) -> list[str]:
@@ -465,6 +474,33 @@ class _Body:
             *self.lines([*indices]),
             "        return " + "\n            && ".join(tests) + ";",
             "    }",
+        ]
+
+    def affine(self, parts: Affine) -> list[str]:
+        """What is added to the score, and its derivative by the key."""
+        edges = [*parts.edges] or [nodes.constant(1.0)]
+        pair = "(int query, int key) const {"
+        return [
+            "    static constexpr bool AFFINE = true;",
+            f"    static constexpr int EDGES = {len(edges)};",
+            "    void edges(Real (&values)[EDGES], int query, int key) const"
+            " {",
+            *self.lines(edges),
+            *(
+                f"        values[{i}] = {self.name(x)};"
+                for i, x in enumerate(edges)
+            ),
+            "    }",
+            *(
+                line
+                for name, x in (("added", parts.added), ("step", parts.step))
+                for line in (
+                    f"    Real {name}{pair}",
+                    *self.lines([x]),
+                    f"        return {self.name(x)};",
+                    "    }",
+                )
+            ),
         ]
 
     def _element(self, node: Node) -> str:

@@ -42,6 +42,8 @@ class Found:
     dmods : by slot.
     inside : of tiles, 1 if all reads are inside arrays; 2 if they are said to
         be, and scores without tests differ. mask_inside: the same of masks.
+    affine : of tiles, 1 if scores are affine in the key; 2 if they are said to
+        be, and differ from what follows, which rounding may explain.
     """
 
     score: np.ndarray
@@ -53,6 +55,7 @@ class Found:
     dmods: dict
     inside: np.ndarray
     mask_inside: np.ndarray
+    affine: np.ndarray
 
 
 def _text(graphs, kinds, short):
@@ -115,7 +118,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element,
     offsets = np.cumsum([0, *counts, *[0] * MOST_ARRAYS])
     values, results, slopes = (np.full(shape, np.nan, real) for _ in range(3))
     visible = np.full(shape, 7, np.uint8)
-    flags = np.full((len(graphs), 4, len(tiles)), 7, np.uint8)
+    flags = np.full((len(graphs), 5, len(tiles)), 7, np.uint8)
     sums = np.zeros((len(graphs), sum(counts)), real)
     nothing = [np.zeros(0)] * MOST_ARRAYS
     fields = {
@@ -157,7 +160,7 @@ def evaluate(graphs, kinds, arrays, numbers, pairs, ds, tiles, element,
                     arrays[slot].shape)
                 for slot in x.dmods
             },
-            flags[i, 2], flags[i, 3],
+            *flags[i, 2:],
         )
         for i, x in enumerate(graphs)
     ]  # fmt: skip

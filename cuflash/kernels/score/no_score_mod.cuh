@@ -10,6 +10,10 @@ template <class Real> struct ScoreExpression {
     // Whether it reads arrays by a pair's indices, and all of those of a range of pairs are inside.
     static constexpr bool READS = false;
     bool reads_inside(int, int, int, int) const { return true; }
+    // Whether f(x) = x + added, which is affine in the key. Then edges(values, query, key) are such
+    // that step(query, key), its derivative by the key, is the same for all pairs of a tile for
+    // which no edge is 0 or changes its sign; an edge is affine in the query and in the key.
+    static constexpr bool AFFINE = false;
     // f(scale s), and its slope. INSIDE: they are, and need no test.
     template <bool INSIDE = false> Real score(Real s, Real scale, int, int) const {
         return s * scale;

@@ -11,6 +11,7 @@
 // A call without SOFTCAP, ALIBI, BIAS and SCORE_MOD has LINEAR scores, scale S, which kernels may
 // compute in other ways. Where scores BEND, dx / d(scale S) is not 1.
 #pragma once
+#include "score/affine.cuh"
 #include "score/alibi.cuh"
 #include "score/bias.cuh"
 #include "score/expression.cuh"
@@ -37,6 +38,15 @@ __device__ __forceinline__ bool reads_inside(
     if constexpr (SCORE_MOD)
         if constexpr (decltype(score_mod.user)::READS)
             return score_mod.user.reads_inside(first_query, last_query, first_key, last_key);
+    return false;
+}
+
+// Whether the user's score is affine in the key, of the same.
+template <class Mod>
+__device__ __forceinline__ bool is_affine_score(
+    const Mod& score_mod, int first_query, int last_query, int first_key, int last_key) {
+    if constexpr (SCORE_MOD)
+        return is_affine<float>(score_mod.user, first_query, last_query, first_key, last_key);
     return false;
 }
 

@@ -7,7 +7,12 @@
 #include "sm90/forward_user_mask.cuh"
 
 template <bool> struct ScoreOf { using type = PlainScore; };
-template <> struct ScoreOf<true> { using type = AlibiScore; };
+template <> struct ScoreOf<true> { using type = OffsetScore; };
+
+// Whether the user's score is affine in the key in most tiles.
+constexpr bool AFFINE = ScoreExpression<float>::AFFINE;
+constexpr bool ROW_OFFSETS = ALIBI_MMA || AFFINE;
+constexpr bool MAY_BE_SIMPLE = AFFINE || ScoreExpression<float>::READS;
 
 // Whether a visible pair's score may be -inf.
 constexpr bool MAY_BE_HIDDEN = BIAS || SCORE_MOD;
@@ -17,7 +22,7 @@ struct OptionsConsumer : Consumer {
     PairMask pairs{args, 0};
     Dropout<float> dropout{args};
     AlibiQueries<ALIBI_MMA> alibi;
-    ScoreOf<ALIBI_MMA>::type score;                         // of the key tile
+    ScoreOf<ROW_OFFSETS>::type score;                       // of the key tile
     bool bias_staged = false;                               // of the key tile
     MaskTile mask_tile;                                     // with HAS_MASK
     UserMaskTile user_mask;                                 // with MASK_MOD
@@ -40,16 +45,24 @@ struct OptionsConsumer : Consumer {
                 if (!RUN_TILES || flags.is_last()) break;
                 end_run();
             }
+        } else if constexpr (MAY_BE_SIMPLE) {
+            int tile = visited.num_visited - 2;
+            for (;;) {
+                const int last = last_of_run(tile, visited.first);
+                for (; tile >= last; --tile) {
+                    if (visited.full(tile) && is_simple(tile)) iteration<false, true>(tile);
+                    else iteration<true>(tile);
+                }
+                if (!RUN_TILES || tile < visited.first) break;
+                end_run();
+            }
         } else {
             int tile = visited.num_visited - 2;
             for (; tile >= visited.num_full; --tile) iteration<true>(tile);
             const int first_full = WINDOW ? visited.first_full : 0;
             for (;;) {
                 const int last = last_of_run(tile, first_full);
-                for (; tile >= last; --tile) {
-                    if (has_reads_inside(tile)) iteration<false, true>(tile);
-                    else iteration<false>(tile);
-                }
+                for (; tile >= last; --tile) iteration<false>(tile);
                 if (!RUN_TILES || tile < first_full) break;
                 end_run();
             }
@@ -60,8 +73,8 @@ struct OptionsConsumer : Consumer {
 
     // As Consumer::iteration, but a warp may keep its rows' old maximum, which saves rescaling acc:
     // under a softcap if all its S fit tanh_poly3, otherwise if may_keep_max() holds.
-    // INSIDE: has_reads_inside().
-    template <bool IS_MASKED, bool INSIDE = false>
+    // SIMPLE: is_simple().
+    template <bool IS_MASKED, bool SIMPLE = false>
     __device__ __forceinline__ void iteration(int tile) {
         constexpr bool USES_POLY3 = SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD && !IS_MASKED;
         constexpr bool MAY_KEEP_MAX = USES_POLY3 || (!SOFTCAP && !DROPOUT);
@@ -74,7 +87,7 @@ struct OptionsConsumer : Consumer {
         if constexpr (IS_MASKED) load_mask(tile);
         wait_for_qk<1>();
         release_k(is_last(tile));
-        bool keeps_max = modify_scores<USES_POLY3, INSIDE>(tile);
+        bool keeps_max = modify_scores<USES_POLY3, SIMPLE>(tile);
         if constexpr (MAY_KEEP_MAX && !USES_POLY3)          // before a masked pair becomes -inf
             keeps_max = may_keep_max(s, rows, scale_log2, score);
         if constexpr (IS_MASKED) mask_scores(tile);
@@ -153,10 +166,11 @@ struct OptionsConsumer : Consumer {
         load_mask(tile);
         wait_for_qk<1>();
         release_k(is_last(tile));
-        modify_scores<false>(tile);
+        if constexpr (!SCORE_MOD) modify_scores<false>(tile);
         wait_for_pv();
         release_v();
         epilogue(slot);
+        if constexpr (SCORE_MOD) modify_scores<false>(tile);
         mask_scores(tile);
         online_softmax<true>(s, rows, scale_log2, rescale, score);
         drop(tile);
@@ -244,20 +258,22 @@ struct OptionsConsumer : Consumer {
                 user_mask.load(args, shared.work_tiles[work_slot(q)], warp_row, tile);
     }
 
-    // Whether the user's score reads arrays inside alone, for all pairs of the warpgroup: the two
-    // cases are iterations of their own, as a branch within one would need registers.
-    __device__ __forceinline__ bool has_reads_inside(int tile) const {
-        const int first_query = first_row - lane_row + warpgroup_row, first_key = tile * BLOCK_K;
-        return reads_inside(
-            score_mod, first_query, first_query + CONSUMER_ROWS - 1, first_key,
-            first_key + BLOCK_K - 1);
+    // Whether the user's score reads arrays inside alone, or is affine, for all pairs of the
+    // warpgroup: the two cases are iterations of their own, as a branch within one would need
+    // registers. The first query comes from shared memory for the same reason.
+    __device__ __forceinline__ bool is_simple(int tile) const {
+        const int first_query = shared.work_tiles[work_slot(q)].q_start + warpgroup_row;
+        const int last_query = first_query + CONSUMER_ROWS - 1;
+        const int first_key = tile * BLOCK_K, last_key = first_key + BLOCK_K - 1;
+        return AFFINE ? is_affine_score(score_mod, first_query, last_query, first_key, last_key)
+                      : reads_inside(score_mod, first_query, last_query, first_key, last_key);
     }
 
     // S becomes scores. True if it stays S, because all of it fits tanh_poly3 (Poly3Score).
-    template <bool USES_POLY3, bool INSIDE = false>
+    template <bool USES_POLY3, bool SIMPLE = false>
     __device__ __forceinline__ bool modify_scores(int tile) {
+        if constexpr (ROW_OFFSETS) score = {};
         if constexpr (ALIBI_MMA) {
-            score = {};
             if (alibi.side != Side::ACROSS) {
                 const int past = first_row + shape.seqlen_k - shape.seqlen_q
                                - alibi.nearest_key(tile * BLOCK_K);
@@ -270,8 +286,14 @@ struct OptionsConsumer : Consumer {
         if constexpr (USES_POLY3)
             if (score_mod.fits_tanh_poly3(s, fminf(rows.max_scaled[0], rows.max_scaled[1])))
                 return true;
-        if constexpr (!LINEAR)
-            apply_score_mod<INSIDE>(
+        if constexpr (AFFINE && SIMPLE) {
+            if constexpr (BUILT_IN)
+                apply_built_in(
+                    s, score_mod, shared, bias_staged, shape.seqlen_k - shape.seqlen_q, first_row,
+                    tile * BLOCK_K);
+            apply_affine_score(s, score, score_mod, first_row, tile * BLOCK_K);
+        } else if constexpr (!LINEAR)
+            apply_score_mod<SIMPLE>(
                 s, score_mod, shared, bias_staged, shape.seqlen_k - shape.seqlen_q, first_row,
                 tile * BLOCK_K);
         if constexpr (BIAS_PREFETCH)

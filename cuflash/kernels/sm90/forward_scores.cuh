@@ -109,6 +109,25 @@ __device__ __forceinline__ void apply_user_score(
             s[i], scale, first_row + i / 2 % 2 * 8, first_key + (i / 4 * 8 + i % 2));
 }
 
+// The same of a tile for which is_affine() holds: f(x) = x + g, where g of (query, key) is g of
+// (query, nearest) + step (key - nearest). The first term, the same for all keys, becomes the
+// offset of the lane's row in `score`; S becomes the rest. `nearest` is the key with the largest g,
+// and so with most of the weight: there little is added to S, and little rounded off.
+template <class Score, class Mod>
+__device__ __forceinline__ void apply_affine_score(
+    float (&s)[S_COUNT], Score& score, const Mod& score_mod, int first_row, int k_start) {
+    const float scale = BUILT_IN ? 1.0f : score_mod.scale;
+    const float step = score_mod.user.step(first_row, k_start);
+    const int nearest = k_start + (step > 0.0f ? BLOCK_K - 1 : 0);
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        score.set(half, score_mod.user.added(first_row + half * 8, nearest), 1.0f);
+    const float of_first = step * static_cast<float>(lane_key(k_start) - nearest);
+    #pragma unroll
+    for (int i = 0; i < S_COUNT; ++i)
+        s[i] = fmaf(s[i], scale, fmaf(step, static_cast<float>(i / 4 * 8 + i % 2), of_first));
+}
+
 // S = Q K^T becomes scores: the built-in modifications, then the user's.
 template <bool INSIDE, class Shared>
 __device__ __forceinline__ void apply_score_mod(

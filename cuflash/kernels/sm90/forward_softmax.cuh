@@ -38,9 +38,9 @@ struct PlainScore {
     }
 };
 
-// ALIBI_MMA: score = factor s + the row's offset. The offset is applied to the row's maximum, not
-// to each element.
-struct AlibiScore {
+// ALIBI_MMA, or of an affine score (is_affine): score = factor s + the row's offset. The offset is
+// applied to the row's maximum, not to each element.
+struct OffsetScore {
     float offset[2] = {0.0f, 0.0f}, factor = 1.0f;
     __device__ __forceinline__ void set(int half, float row_offset, float row_factor) {
         offset[half] = row_offset;

@@ -1,6 +1,6 @@
 // Several users' functions, e0 to e<COUNT - 1>, of all pairs of one head: scores, slopes, visible
 // pairs, gradients of arrays; and of tiles, what intervals say, by a whole warp and by each lane,
-// and whether all reads are inside the arrays.
+// whether all reads are inside the arrays, and whether scores are affine in the key.
 //
 // The text of the expressions (helpers/expression_kernels.py) calls visit(score, mask, grid,
 // number) of each in visit_all. Grid: 1 block of 32 threads. Constants: Element, Arguments. No
@@ -20,7 +20,7 @@ template <> struct Grid<3> {
     using type = LaneGrid<LaneAxis<4, 1, 8, 0x1C>, LaneAxis<8, 1, 4, 0x03>>;
 };
 
-#include "score/expression.cuh"
+#include "score/affine.cuh"
 
 using Real = Accumulator<Element>;
 
@@ -34,7 +34,7 @@ struct Launch {
     Real *results, *values, *slopes;                        // (expressions, queries, keys)
     unsigned char* visible;                                 // (expressions, queries, keys)
     const int* tiles;                                       // (tiles, 4): first and last
-    unsigned char* flags;                                   // (expressions, 4, tiles)
+    unsigned char* flags;                                   // (expressions, 5, tiles)
     Real* sums;                                             // (expressions, num_sums)
     int b, h, queries, keys, num_tiles, num_sums;
 };
@@ -71,6 +71,25 @@ inline unsigned char same_inside(const Launch& a, const Score& score, const int*
             if (!same(score.template score<true>(x, Real(1), query, key), y)) return 2;
         }
     return 1;
+}
+
+// Of a tile: 0 if scores are not affine in the key, 1 if they are, and g of any key follows from
+// that of the first, 2 if it does not. For arrays and numbers with which nothing is rounded.
+template <class Score>
+inline unsigned char follows_from_first_key(const Launch& a, const Score& score, const int* tile) {
+    if constexpr (Score::AFFINE) {
+        if (!is_affine<Real>(score, tile[0], tile[1], tile[2], tile[3])) return 0;
+        const Real step = score.step(tile[0], tile[2]);
+        for (int query = tile[0]; query <= tile[1]; ++query)
+            for (int key = tile[2]; key <= tile[3]; ++key) {
+                const Real x = a.scores[query * a.keys + key];
+                const Real g = score.added(query, tile[2]) + step * Real(key - tile[2]);
+                if (!same(score.score(x, Real(1), query, key), x + g)) return 2;
+            }
+        return 1;
+    } else {
+        return 0;
+    }
 }
 
 template <class Mask> inline unsigned char mask_is_same_inside(const Mask& mask, const int* tile) {
@@ -121,7 +140,7 @@ extern "C" __global__ void evaluate_expressions(const __grid_constant__ Launch a
                 add_gradients<typename decltype(grid)::type>(a, score, q_start, k_start);
         for (int i = 0; i < a.num_tiles; ++i) {
             const int* tile = a.tiles + 4 * i;
-            unsigned char* flag = a.flags + 4 * i64(number) * a.num_tiles + i;
+            unsigned char* flag = a.flags + 5 * i64(number) * a.num_tiles + i;
             const auto of_warp = mask.template visibility<true>(tile[0], tile[1], tile[2], tile[3]);
             if (lane == 0) flag[0] = static_cast<unsigned char>(of_warp);
             if (i % 32 != lane) continue;
@@ -129,6 +148,7 @@ extern "C" __global__ void evaluate_expressions(const __grid_constant__ Launch a
             flag[a.num_tiles] = static_cast<unsigned char>(own);
             flag[2 * a.num_tiles] = same_inside(a, score, tile);
             flag[3 * a.num_tiles] = mask_is_same_inside(mask, tile);
+            flag[4 * a.num_tiles] = follows_from_first_key(a, score, tile);
         }
     };
     visit_all(visit);

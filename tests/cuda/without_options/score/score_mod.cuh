@@ -10,6 +10,8 @@ struct BiasChunk { u32 words[4]; };
 
 template <class Mod>
 __device__ __forceinline__ bool reads_inside(const Mod&, int, int, int, int) { return false; }
+template <class Mod>
+__device__ __forceinline__ bool is_affine_score(const Mod&, int, int, int, int) { return false; }
 template <class User, class Compute>
 void with_reads_tested(const User&, int, int, int, int, Compute);
 template <class User> void limit_reads(const User&, int);
