@@ -93,7 +93,10 @@ def _bound(first: Node, second: Node, margin: int) -> Distance | None:
 
 @functools.lru_cache(maxsize=4096)
 def _affine(root: Node) -> tuple[int, int, int] | None:
-    """(a, b, c) of ``a q_idx + b kv_idx + c``, None of anything else."""
+    """(a, b, c) of ``a q_idx + b kv_idx + c``, None of anything else.
+
+    Also of an int's conversion, and of sums of these.
+    """
     known: dict[Node, tuple[int, int, int] | None] = {}
     for node in nodes.in_order([root]):
         args = [known[x] for x in node.args]
@@ -103,6 +106,8 @@ def _affine(root: Node) -> tuple[int, int, int] | None:
         elif node.op == "index" and node.value in ("q_idx", "kv_idx"):
             of_query = node.value == "q_idx"
             known[node] = int(of_query), int(not of_query), 0
+        elif node.op == "to_real":
+            (known[node],) = args
         elif None in args or node.op not in ("add", "subtract", "negative"):
             continue
         else:
@@ -130,6 +135,24 @@ def shared_by(gather: Node) -> str | None:
     if len(of_pair) < 2:
         return of_pair.pop() if of_pair else "all"
     return "distance" if all(map(_of_distance, varying)) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def of_distance(roots: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The largest parts that pairs with the same q_idx - kv_idx share."""
+    found: dict[Node, None] = {}
+    stack, seen = [*roots], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.of_head:
+            continue
+        seen.add(node)
+        both = node.depends.issuperset(("q_idx", "kv_idx"))
+        if both and "score" not in node.depends and _of_distance(node):
+            found[node] = None
+        else:
+            stack += node.args
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from cuflash.expressions import derivative, nodes, ranges
 from cuflash.expressions.affine import Affine, affine
-from cuflash.expressions.builtin import shared_by
+from cuflash.expressions.builtin import of_distance, shared_by
 from cuflash.expressions.nodes import SCORE, Node
 from cuflash.expressions.reals import in_reals
 from cuflash.expressions.trace import ArrayKind
@@ -73,7 +73,7 @@ def text(
     ])  # fmt: skip
 
 
-def _bool(value: bool) -> str:
+def _bool(value: object) -> str:
     return "true" if value else "false"
 
 
@@ -99,7 +99,10 @@ def _score_struct(
     needed = [score, slope, *scatters, *scatters.values()]
     if parts:
         needed += [parts.added, parts.step, *parts.edges]
-    body = _Body(needed, arrays, exact=False, scatters=bool(scatters))
+    shared = of_distance((score, slope))
+    body = _Body(
+        needed, arrays, exact=False, scatters=bool(scatters), shared=shared
+    )
     gradients = [
         _Gradient(f"sums.{body.name(g)}", g, by, exact_sums)
         for g, by in scatters.items()
@@ -112,7 +115,6 @@ def _score_struct(
     adds += [line for x in gradients for line in body.add(x)]
     if any(re.search(r"\bscale\b", x) for x in adds):
         adds.insert(0, "        const Real s = x, scale = 1;")
-    pair = "(Real s, Real scale, int query, int key"
     return [
         *header,
         *body.members,
@@ -123,24 +125,8 @@ def _score_struct(
         "    }",
         *body.reads_inside([score, slope]),
         *(body.affine(parts) if parts else _NOT_AFFINE),
-        f"    template <bool INSIDE = false> Real score{pair}) const {{",
-        *_with_score(
-            [
-                *body.lines([score]),
-                f"        return {body.name(score)};",
-            ]
-        ),
-        "    }",
-        "    template <bool INSIDE = false>",
-        f"    Real score{pair}, Real& slope) const {{",
-        *_with_score(
-            [
-                *body.lines([score, slope]),
-                f"        slope = {body.name(slope)};",
-                f"        return {body.name(score)};",
-            ]
-        ),
-        "    }",
+        *body.of_distance(),
+        *_score_functions(body, score, slope),
         f"    {_PAIRS} struct Gradients {{",
         *(
             f"        ex::{x.sums}<Real, Pairs> {body.name(x.gather)};"
@@ -168,6 +154,36 @@ def _score_struct(
 
 
 _NOT_AFFINE = ("    static constexpr bool AFFINE = false;",)
+
+
+_PAIR = "Real s, Real scale, int query, int key"
+
+
+def _score_functions(body: _Body, score: Node, slope: Node) -> list[str]:
+    """f, and f with its slope; of what pairs of a distance share, or alone."""
+    found: list[str] = []
+    for roots, by in (([score], ""), ([score, slope], ", Real& slope")):
+        given = ", const OfDistance& shared" if body.shared else ""
+        found += [
+            "    template <bool INSIDE = false>",
+            f"    Real score({_PAIR}{by}{given}) const {{",
+            *_with_score([
+                *body.lines(roots, body.shared),
+                *([f"        slope = {body.name(slope)};"] if by else []),
+                f"        return {body.name(score)};",
+            ]),
+            "    }",
+        ]  # fmt: skip
+        if given:
+            passed = "s, scale, query, key" + (", slope" if by else "")
+            found += [
+                "    template <bool INSIDE = false>",
+                f"    Real score({_PAIR}{by}) const {{",
+                f"        return score<INSIDE>({passed},"
+                " of_distance<INSIDE>(query, key));",
+                "    }",
+            ]
+    return found
 
 
 def _with_score(lines: list[str]) -> list[str]:
@@ -271,6 +287,8 @@ class _Body:
         Declarations of what is kept for a head.
     set_head : list of str
         Lines that compute it.
+    shared : sequence of Node
+        What pairs of one distance share.
     """
 
     def __init__(
@@ -279,8 +297,9 @@ class _Body:
         arrays: Sequence[ArrayKind],
         exact: bool,
         scatters: bool = False,
+        shared: Sequence[Node] = (),
     ) -> None:
-        self._arrays, self._exact = arrays, exact
+        self._arrays, self._exact, self.shared = arrays, exact, shared
         every = nodes.in_order(roots)
         self._names = {x: f"n{i}" for i, x in enumerate(every)}
         self._wide = {x: ranges.is_wide(x) for x in every}
@@ -342,10 +361,19 @@ class _Body:
 
     # ---- Values ----
 
-    def lines(self, roots: Sequence[Node]) -> list[str]:
-        """Lines that compute what differs among pairs."""
-        found = []
-        for node in nodes.in_order(roots):
+    def lines(
+        self, roots: Sequence[Node], given: Sequence[Node] = ()
+    ) -> list[str]:
+        """Lines that compute what differs among pairs.
+
+        given : those of `shared` that are passed.
+        """
+        found = [
+            f"        const auto {self._names[x]} = shared.{self._names[x]};"
+            for x in given
+        ]
+        wanted = [x for x in roots if x not in given]
+        for node in nodes.in_order(wanted, given):
             leaf = node is SCORE or node.op == "index"
             if not (node.of_head or leaf):
                 found.append(
@@ -406,17 +434,22 @@ class _Body:
             return None
         first, second = node.args
         minus = "-" * (node.op == "subtract")
-        if _is_product(second):
+        if first is SCORE and "score" not in second.depends:
+            return f"ex::multiply_add(s, scale, {minus}{self.name(second)})"
+        if second is SCORE and "score" not in first.depends:
+            return f"ex::multiply_add({minus}s, scale, {self.name(first)})"
+        if self._is_product(second):
             a, b = map(self.name, second.args)
             return f"ex::multiply_add({minus}{a}, {b}, {self.name(first)})"
-        if _is_product(first):
+        if self._is_product(first):
             a, b = map(self.name, first.args)
             return f"ex::multiply_add({a}, {b}, {minus}{self.name(second)})"
-        if first is SCORE and second is not SCORE:
-            return f"ex::multiply_add(s, scale, {minus}{self.name(second)})"
-        if second is SCORE and first is not SCORE:
-            return f"ex::multiply_add({minus}s, scale, {self.name(first)})"
         return None
+
+    def _is_product(self, node: Node) -> bool:
+        """Whether a node is a product that is computed for each pair."""
+        shared = node in self.shared
+        return node.op == "multiply" and not (node.of_head or shared)
 
     # ---- Arrays ----
 
@@ -473,6 +506,27 @@ class _Body:
             "        const ex::Interval<int> key{first_key, last_key};",
             *self.lines([*indices]),
             "        return " + "\n            && ".join(tests) + ";",
+            "    }",
+        ]
+
+    def of_distance(self) -> list[str]:
+        """The struct of what pairs of one distance share, and its values."""
+        shares = f"    static constexpr bool SHARES = {_bool(self.shared)};"
+        if not self.shared:
+            return [shares]
+        names = [self._names[x] for x in self.shared]
+        return [
+            shares,
+            "    struct OfDistance {",
+            *(
+                f"        {self._type(x)} {name};"
+                for x, name in zip(self.shared, names, strict=True)
+            ),
+            "    };",
+            "    template <bool INSIDE = false>",
+            "    OfDistance of_distance(int query, int key) const {",
+            *self.lines(self.shared),
+            f"        return {{{', '.join(names)}}};",
             "    }",
         ]
 
@@ -604,11 +658,6 @@ class _Body:
             f"            {{{', '.join(sizes)}}}, {{{', '.join(strides)}}}}},",
             f"            {term}, {', '.join(indices)});",
         ]
-
-
-def _is_product(node: Node) -> bool:
-    """Whether a node is a product that is computed for each pair."""
-    return node.op == "multiply" and not node.of_head
 
 
 def _free(gather: Node) -> list[int]:

@@ -42,3 +42,27 @@ def test_what_pairs_share_is_summed_first():
     assert sums_of(lambda q, k: q + k) == []
     assert sums_of(lambda q, k: (q - k) * k) == []
     assert sums_of(lambda q, k: 2 * q - k) == []
+
+
+def test_what_pairs_of_a_distance_share():
+    table = trace.ArrayKind("float32", ndim=2, unit=(1,))
+
+    def shared_by(function):
+        given = trace.Given((("table", table),))
+        score, _ = trace.record(function, "score_mod", given)
+        found = text.text(score, None, (table,), short=True)
+        members = found.partition("struct OfDistance {")[2].partition("}")[0]
+        return members.split()[::2]
+
+    assert shared_by(
+        lambda s, b, h, q, k, *, table: s + table[h, q - k + 5]
+    ) == ["Real"]
+    assert shared_by(
+        lambda s, b, h, q, k, *, table: s - table[h, 0] * abs(q - k)
+    ) == ["Real"]
+    assert shared_by(
+        lambda s, b, h, q, k, *, table: s * (q > k) + table[h, k] * (q - k)
+    ) == ["Real"]
+    assert not shared_by(
+        lambda s, b, h, q, k, *, table: s + table[h, q + k] + table[h, k]
+    )

@@ -14,7 +14,11 @@ template <class Real> struct ScoreExpression {
     // that step(query, key), its derivative by the key, is the same for all pairs of a tile for
     // which no edge is 0 or changes its sign; an edge is affine in the query and in the key.
     static constexpr bool AFFINE = false;
-    // f(scale s), and its slope. INSIDE: they are, and need no test.
+    // Whether f is a function of the score, the pair and an OfDistance, which
+    // of_distance(query, key) computes. Pairs with the same query - key share it: it may be passed
+    // to score() last.
+    static constexpr bool SHARES = false;
+    // f(scale s), and its slope. INSIDE: reads are inside, and need no test.
     template <bool INSIDE = false> Real score(Real s, Real scale, int, int) const {
         return s * scale;
     }

@@ -46,21 +46,41 @@ __device__ __forceinline__ void apply_user_score(
     }
 }
 
-// The same for all products, where no built-in modification comes first: scale S goes in.
+// The same for all products, where no built-in modification comes first: scale S goes in. The lane's
+// second key is 8 after the first, as queries of neighbouring elements are, so one distance is that
+// of two elements.
 template <class Mod>
 __device__ __forceinline__ void apply_user_scores(
     float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
     const Mod& score_mod, int query, int key) {
+    const auto& user = score_mod.user;
+    const auto apply = [&](auto inside, int i, const auto&... shared) {
+        float slope;
+        scores[i] = user.template score<decltype(inside)::value>(
+            products[i], score_mod.scale, query + (i / 4 * 8 + i % 2), key + i / 2 % 2 * 8, slope,
+            shared...);
+        if constexpr (SCORES_BEND) derivatives[i] = slope;
+    };
     with_reads_tested(
-        score_mod.user, query, query + (S_REGS / 4 - 1) * 8 + 1, key, key + 8, [&](auto inside) {
-            #pragma unroll
-            for (int i = 0; i < S_REGS; ++i) {
-                float slope;
-                scores[i] = score_mod.user.template score<inside.value>(
-                    products[i], score_mod.scale, query + (i / 4 * 8 + i % 2),
-                    key + i / 2 % 2 * 8, slope);
-                if constexpr (SCORES_BEND) derivatives[i] = slope;
-                limit_reads(score_mod.user, i);
+        user, query, query + (S_REGS / 4 - 1) * 8 + 1, key, key + 8, [&](auto inside) {
+            if constexpr (decltype(score_mod.user)::SHARES) {
+                #pragma unroll
+                for (int j = -1; j < S_REGS / 4; ++j) {     // of the first key; j + 1 of the second
+                    #pragma unroll
+                    for (int n = 0; n < 2; ++n) {
+                        const auto shared = user.template of_distance<decltype(inside)::value>(
+                            query + (j < 0 ? 0 : j * 8) + n, key + (j < 0 ? 8 : 0));
+                        if (j >= 0) apply(inside, j * 4 + n, shared);
+                        if (j + 1 < S_REGS / 4) apply(inside, j * 4 + 6 + n, shared);
+                    }
+                    limit_reads(user, j * 4 + 7);
+                }
+            } else {
+                #pragma unroll
+                for (int i = 0; i < S_REGS; ++i) {
+                    apply(inside, i);
+                    limit_reads(user, i);
+                }
             }
         });
 }

@@ -97,16 +97,32 @@ __device__ __forceinline__ void apply_built_in(
 }
 
 // The products S, or the scores of built-in modifications, become the user's function of them
-// (SCORE_MOD). INSIDE: as ScoreExpression::score.
+// (SCORE_MOD). INSIDE: as ScoreExpression::score. The lane's second row is 8 after the first, as
+// keys of neighbouring elements are, so one distance is that of two elements.
 template <bool INSIDE, class Mod>
 __device__ __forceinline__ void apply_user_score(
     float (&s)[S_COUNT], const Mod& score_mod, int first_row, int k_start) {
     const int first_key = lane_key(k_start);
     const float scale = BUILT_IN ? 1.0f : score_mod.scale;
-    #pragma unroll
-    for (int i = 0; i < S_COUNT; ++i)
-        s[i] = score_mod.user.template score<INSIDE>(
-            s[i], scale, first_row + i / 2 % 2 * 8, first_key + (i / 4 * 8 + i % 2));
+    const auto& user = score_mod.user;
+    const auto apply = [&](int i, const auto&... shared) {
+        s[i] = user.template score<INSIDE>(
+            s[i], scale, first_row + i / 2 % 2 * 8, first_key + (i / 4 * 8 + i % 2), shared...);
+    };
+    if constexpr (decltype(score_mod.user)::SHARES) {
+        #pragma unroll
+        for (int j = -1; j < S_COUNT / 4; ++j)              // of the first row; j + 1 of the second
+            #pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const auto shared = user.template of_distance<INSIDE>(
+                    first_row + (j < 0 ? 8 : 0), first_key + (j < 0 ? 0 : j * 8) + n);
+                if (j >= 0) apply(j * 4 + n, shared);
+                if (j + 1 < S_COUNT / 4) apply(j * 4 + 6 + n, shared);
+            }
+    } else {
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i) apply(i);
+    }
 }
 
 // The same of a tile for which is_affine() holds: f(x) = x + g, where g of (query, key) is g of
