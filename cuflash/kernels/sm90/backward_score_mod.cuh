@@ -46,9 +46,9 @@ __device__ __forceinline__ void apply_user_score(
     }
 }
 
-// The same for all products, where no built-in modification comes first: scale S goes in. The lane's
-// second key is 8 after the first, as queries of neighbouring elements are, so one distance is that
-// of two elements.
+// The same for all products, where no built-in modification comes first: scale S goes in. The
+// lane's second key is 8 after the first, as queries of neighbouring elements are, so one distance
+// is that of two elements.
 template <class Mod>
 __device__ __forceinline__ void apply_user_scores(
     float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
