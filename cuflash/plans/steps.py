@@ -361,7 +361,7 @@ def _tile_flag_launches(
         ("BLOCK_K", tile.block_k),
         ("MASK_BITS", has_bits),
         *some_options(problem, family, "WINDOW", "MASK_MOD"),
-        shared_bytes=4 * warps,
+        shared_bytes=12 * warps,
     )
     tiles = ceil_div(problem.seqlen_q, tile.block_q)  # of a head
     tiles *= ceil_div(problem.seqlen_k, tile.block_k)

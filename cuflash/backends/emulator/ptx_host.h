@@ -271,6 +271,18 @@ inline u32 movmatrix_transposed(u32 pair, EMULATOR_SITE) {
     return own.transposed;
 }
 
+constexpr bool HAS_REDUX = __CUDA_ARCH__ >= 800;
+
+inline int redux_min(int x, EMULATOR_SITE) {
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const int other =
+            __shfl_xor_sync(emulator::WHOLE_WARP, x, distance, file, line);
+        x = other < x ? other : x;
+    }
+    return x;
+}
+inline int redux_max(int x, EMULATOR_SITE) { return ~redux_min(~x, file, line); }
+
 inline void store_shared(u32 address, u32 word, EMULATOR_SITE) {
     *static_cast<u32*>(
         emulator::shared_memory(address, 4, 4, emulator::Access::WRITE, {file, line})) = word;

@@ -63,6 +63,25 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
+// Whether there is redux.sync.
+#if __CUDA_ARCH__ >= 800
+constexpr bool HAS_REDUX = true;
+#else
+constexpr bool HAS_REDUX = false;
+#endif
+
+// The smallest and the largest of a warp's ints. PTX ISA: redux.sync.
+__device__ __forceinline__ int redux_min(int x) {
+    int least;
+    asm volatile("redux.sync.min.s32 %0, %1, 0xFFFFFFFF;" : "=r"(least) : "r"(x));
+    return least;
+}
+__device__ __forceinline__ int redux_max(int x) {
+    int most;
+    asm volatile("redux.sync.max.s32 %0, %1, 0xFFFFFFFF;" : "=r"(most) : "r"(x));
+    return most;
+}
+
 // The products of two pairs of float16, rounded to nearest even; subnormal numbers are kept. Adding
 // -0 changes nothing. PTX ISA: fma.
 __device__ __forceinline__ u32 multiply_float16_pairs(u32 a, u32 b) {

@@ -14,7 +14,7 @@
 // are of one head, as many apart as the head has blocks: undecided tiles are neighbours. Block:
 // NUM_THREADS threads.
 // Constants: Element, Arguments, MASK_MOD, CAUSAL, WINDOW, FLAGS_OF_GROUPS, MASK_BITS, BLOCK_Q,
-// BLOCK_K, NUM_THREADS. Shared memory: an int a warp.
+// BLOCK_K, NUM_THREADS. Shared memory: a FoundFlag a warp.
 //
 // Small: the kernel's instructions come from memory, which takes longer than most tiles, so loops
 // are not unrolled far.
@@ -34,11 +34,11 @@ struct FlaggedTile {
     bool is_cut, is_outside;
 };
 
-// row: batch and head; number: of the tile among theirs.
+// row: batch and head.
 inline FlaggedTile tile_of_flag(
-    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, u32 row, u32 number, int members) {
-    const u32 k_tiles = mask.num_tiles(mask.seqlen_k, BLOCK_K), heads = heads_of_flags(args);
-    const int q_tile = number / k_tiles, k_tile = number % k_tiles;
+    const Arguments& args, const Mask<CAUSAL, WINDOW>& mask, u32 row, int q_tile, int k_tile,
+    int members) {
+    const u32 heads = heads_of_flags(args);
     const KeyTiles tiles = mask.key_tiles(q_tile * BLOCK_Q, BLOCK_Q, BLOCK_K);
     return {
         .batch = static_cast<int>(row / heads), .head = static_cast<int>(row % heads) * members,
@@ -189,37 +189,42 @@ inline void clear_first_bits(
     for (int word = threadIdx.x % 32; word < TileBits::COUNT; word += 32) bits[word] = 0;
 }
 
+// Of a warp's look at its tile.
+struct FoundFlag { int flag, q_tile, k_tile; };
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 tile_flags(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    int* flags = reinterpret_cast<int*>(shared_bytes);      // of the block's tiles
+    FoundFlag* found = reinterpret_cast<FoundFlag*>(shared_bytes);
     const Shape& shape = arrays_of(args).shape;
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
-    const u32 count =
-        mask.num_tiles(shape.seqlen_q, BLOCK_Q) * mask.num_tiles(shape.seqlen_k, BLOCK_K);
+    const u32 k_tiles = mask.num_tiles(shape.seqlen_k, BLOCK_K);
+    const u32 count = mask.num_tiles(shape.seqlen_q, BLOCK_Q) * k_tiles;
     const u32 blocks = (count + TILES - 1) / TILES, row = blockIdx.x / blocks;      // of a head
     const int members = MASK_OF_HEAD && FLAGS_OF_GROUPS ? heads_of_group(args) : 1;
     const int warp = threadIdx.x / 32;
-    const auto number_of = [&](int warp) { return blockIdx.x % blocks + warp * blocks; };
-    const u32 own = number_of(warp);
+    const u32 own = blockIdx.x % blocks + warp * blocks;
     if (blockIdx.x == 0 && threadIdx.x == 0) clear_tile_counter(args);
 
     int flag = static_cast<int>(Visibility::NONE);
+    const int q_tile = own / k_tiles, k_tile = own % k_tiles;
     if (own < count) {
-        const FlaggedTile tile = tile_of_flag(args, mask, row, own, members);
+        const FlaggedTile tile = tile_of_flag(args, mask, row, q_tile, k_tile, members);
         flag = look_at_tile(args, mask, tile, members);
         if (MASK_BITS && flag == static_cast<int>(Visibility::NONE))
             clear_first_bits(args, mask, tile);
         flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
     }
-    if (threadIdx.x % 32 == 0) flags[warp] = flag;
-    __syncthreads();                                        // flags are written
+    if (threadIdx.x % 32 == 0) found[warp] = {flag, q_tile, k_tile};
+    __syncthreads();                                        // all are written
     #pragma unroll 1
     for (int i = 0; i < TILES; ++i) {
-        if ((flags[i] & VISIBILITY_OF_FLAG) != UNDECIDED) continue;
-        const FlaggedTile tile = tile_of_flag(args, mask, row, number_of(i), members);
-        const int found = test_pairs(args, mask, tile, members);
-        if (warp == i) flag = found | (flag & ~VISIBILITY_OF_FLAG);
+        const FoundFlag other = found[i];
+        if ((other.flag & VISIBILITY_OF_FLAG) != UNDECIDED) continue;
+        const FlaggedTile tile =
+            tile_of_flag(args, mask, row, other.q_tile, other.k_tile, members);
+        const int tested = test_pairs(args, mask, tile, members);
+        if (warp == i) flag = tested | (flag & ~VISIBILITY_OF_FLAG);
     }
     if (threadIdx.x % 32 == 0 && own < count)
         args.tile_flags[i64(row) * count + own] = static_cast<unsigned char>(flag);

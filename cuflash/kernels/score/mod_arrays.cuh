@@ -64,6 +64,8 @@ inline T at(const ModArray<T, AXES>& array, Index... given) {
 
 // The smallest and largest that a warp's lanes hold. A NaN makes them unknown.
 template <class T> inline Interval<T> over_warp(Interval<T> x, bool unordered) {
+    if constexpr (HAS_REDUX && Same<T, int>::value)
+        return {redux_min(x.low), redux_max(x.high)};       // ints are ordered
     #pragma unroll 1
     for (int distance = 16; distance > 0; distance /= 2) {
         const T low = __shfl_xor_sync(0xFFFFFFFFu, x.low, distance);
@@ -75,19 +77,6 @@ template <class T> inline Interval<T> over_warp(Interval<T> x, bool unordered) {
 
 // A longer slice is not looked at: its values are unknown.
 constexpr i64 LONGEST_SLICE = 4096;
-
-// `count` elements, `number(i)` being the i-th. Whole warp.
-template <class T, class NumberAt> inline Interval<T> slice(int count, NumberAt number) {
-    Interval<T> found = interval<T>(number(0));
-    bool unordered = found.low != found.low;
-    #pragma unroll 2
-    for (int i = threadIdx.x % 32; i < count; i += 32) {
-        const T x = number(i);
-        unordered |= x != x;
-        found = {x < found.low ? x : found.low, x > found.high ? x : found.high};
-    }
-    return over_warp(found, unordered);
-}
 
 // Bools are compared as ints.
 template <class To> struct EndOf { using type = To; };
@@ -101,6 +90,32 @@ template <class To> inline auto nothing_known() {
 template <class To, class T> inline auto as_ends(Interval<T> x) {
     if constexpr (IS_BOOL<To>) return Truth{x.high != 0, x.low == 0};
     else return x;
+}
+
+// The elements from index `first` to `last` of an axis. Whole warp. Not inline: a mask that reads
+// several, such as two slices of document ids, is kept short, as its instructions come from memory.
+template <class To, class T>
+__noinline__ Interval<typename EndOf<To>::type> slice(
+    const T* data, i64 stride, int size, i64 first, i64 last) {
+    using End = typename EndOf<To>::type;
+    const i64 more = last - first;                          // elements than one
+    if (more > 0 && (first < 0 || last >= size || more >= LONGEST_SLICE)) {
+        if constexpr (IS_BOOL<To>) return {0, 1};
+        else return unknown<To>();
+    }
+    first += first < 0 ? size : 0;
+    if (static_cast<u64>(first) >= static_cast<u64>(size)) return {0, 0};
+    const T* start = data + first * stride;
+    const auto number = [&](i64 i) { return static_cast<End>(element<To>(start[i * stride])); };
+    Interval<End> found = interval<End>(number(0));
+    bool unordered = found.low != found.low;
+    #pragma unroll 2
+    for (int i = threadIdx.x % 32; i <= more; i += 32) {
+        const End x = number(i);
+        unordered |= x != x;
+        found = {x < found.low ? x : found.low, x > found.high ? x : found.high};
+    }
+    return over_warp(found, unordered);
 }
 
 template <class Index> constexpr bool RANGES = Traits<Index>::HAS_ENDS;
@@ -123,6 +138,9 @@ inline auto gather(const ModArray<T, AXES>& array, Index... index) {
         return element<To>(at(array, index...));
     } else if constexpr (NUMBERS<Index...>) {
         return read<To>(array, place(array, index...));
+    } else if constexpr (WHOLE_WARP && AXES == 1) {
+        return as_ends<To>(slice<To>(
+            array.data, array.stride[0], array.size[0], first_of(index)..., last_of(index)...));
     } else {
         using End = typename EndOf<To>::type;
         const i64 first[] = {first_of(index)...}, last[] = {last_of(index)...};
@@ -147,9 +165,7 @@ inline auto gather(const ModArray<T, AXES>& array, Index... index) {
         if (ranging == 0 || !at.inside)
             return as_ends<To>(interval<End>(static_cast<End>(read<To>(array, at))));
         if constexpr (WHOLE_WARP)
-            return as_ends<To>(slice<End>(count, [&](int i) {
-                return static_cast<End>(element<To>(array.data[at.offset + i * stride]));
-            }));
+            return as_ends<To>(slice<To>(array.data + at.offset, stride, count, 0, count - 1));
         else return nothing_known<To>();
     }
 }
