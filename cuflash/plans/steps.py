@@ -349,6 +349,8 @@ def _tile_flag_launches(
     if count == 0:
         return ()
     warps = ROW_THREADS // 32
+    options = some_options(problem, family, "WINDOW", "MASK_MOD")
+    of_warp = 2 if problem.causal or dict(options)["WINDOW"] else 1  # tiles
     has_bits = FAMILIES[family].loads_by_tma and (
         count_mask_words(problem, tile) > 0
     )
@@ -360,12 +362,13 @@ def _tile_flag_launches(
         ("BLOCK_Q", tile.block_q),
         ("BLOCK_K", tile.block_k),
         ("MASK_BITS", has_bits),
-        *some_options(problem, family, "WINDOW", "MASK_MOD"),
-        shared_bytes=12 * warps,
+        *options,
+        shared_bytes=12 * warps * of_warp,
     )
     tiles = ceil_div(problem.seqlen_q, tile.block_q)  # of a head
     tiles *= ceil_div(problem.seqlen_k, tile.block_k)
-    return (Launch(kernel, count // tiles * ceil_div(tiles, warps)),)
+    blocks = ceil_div(ceil_div(tiles, of_warp), warps)
+    return (Launch(kernel, count // tiles * blocks),)
 
 
 # Bytes of the pairs' bits of a mask, if all tiles are partly visible: 32,768

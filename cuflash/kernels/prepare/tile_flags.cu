@@ -3,18 +3,19 @@
 // of the pairs of partly visible tiles (MASK_BITS), for kernels that read them. Also zeroes the
 // dynamic scheduler's counter.
 //
-// First each warp looks at one tile: intervals decide most. Without MASK_BITS it also tests 32
+// First each warp looks at its tiles: intervals decide most. Without MASK_BITS it also tests 32
 // pairs on both diagonals, which find a visible pair and a masked one in nearly every tile that has
 // both.
 // Then the block tests all pairs of one undecided tile after another, 32 a thread. Only the pairs
 // that CAUSAL and WINDOW leave count: a tile without any is NONE, and one that they cut may be
 // PARTLY where it is ALL.
 //
-// Grid: a warp a flag. Flags lie key tiles fastest, then query tiles, heads and batches. A block's
-// are of one head, as many apart as the head has blocks: undecided tiles are neighbours. Block:
-// NUM_THREADS threads.
+// Grid: a warp a flag. With CAUSAL or WINDOW, a warp has a flag and the one that is as far from the
+// last as that from the first: where one lies below the diagonal, the other lies above it. Flags lie
+// key tiles fastest, then query tiles, heads and batches. A block's are of one head, as many apart
+// as the head has blocks: undecided tiles are neighbours. Block: NUM_THREADS threads.
 // Constants: Element, Arguments, MASK_MOD, CAUSAL, WINDOW, FLAGS_OF_GROUPS, MASK_BITS, BLOCK_Q,
-// BLOCK_K, NUM_THREADS. Shared memory: a FoundFlag a warp.
+// BLOCK_K, NUM_THREADS. Shared memory: a FoundFlag a tile of the block.
 //
 // Small: the kernel's instructions come from memory, which takes longer than most tiles, so loops
 // are not unrolled far.
@@ -24,7 +25,8 @@
 
 static_assert(!(MASK_BITS && MASK_OF_HEAD), "heads share the bits");
 
-constexpr int TILES = NUM_THREADS / 32;                     // of a block
+constexpr int WARPS = NUM_THREADS / 32;
+constexpr int TILES_OF_WARP = CAUSAL || WINDOW ? 2 : 1;
 constexpr int UNDECIDED = 3;                                // after a warp's look
 
 // A tile, and its pairs within the arrays. is_cut: CAUSAL or WINDOW may mask some; is_outside: all.
@@ -189,7 +191,7 @@ inline void clear_first_bits(
     for (int word = threadIdx.x % 32; word < TileBits::COUNT; word += 32) bits[word] = 0;
 }
 
-// Of a warp's look at its tile.
+// What a warp's look has left, of one of its tiles; `flag` may be UNDECIDED.
 struct FoundFlag { int flag, q_tile, k_tile; };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
@@ -200,32 +202,40 @@ tile_flags(const __grid_constant__ Arguments args) {
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
     const u32 k_tiles = mask.num_tiles(shape.seqlen_k, BLOCK_K);
     const u32 count = mask.num_tiles(shape.seqlen_q, BLOCK_Q) * k_tiles;
-    const u32 blocks = (count + TILES - 1) / TILES, row = blockIdx.x / blocks;      // of a head
+    const u32 warps = (count + TILES_OF_WARP - 1) / TILES_OF_WARP;                  // of a head
+    const u32 blocks = (warps + WARPS - 1) / WARPS, row = blockIdx.x / blocks;
     const int members = MASK_OF_HEAD && FLAGS_OF_GROUPS ? heads_of_group(args) : 1;
     const int warp = threadIdx.x / 32;
     const u32 own = blockIdx.x % blocks + warp * blocks;
+    unsigned char* flags = args.tile_flags + i64(row) * count;
     if (blockIdx.x == 0 && threadIdx.x == 0) clear_tile_counter(args);
 
-    int flag = static_cast<int>(Visibility::NONE);
-    const int q_tile = own / k_tiles, k_tile = own % k_tiles;
-    if (own < count) {
-        const FlaggedTile tile = tile_of_flag(args, mask, row, q_tile, k_tile, members);
-        flag = look_at_tile(args, mask, tile, members);
-        if (MASK_BITS && flag == static_cast<int>(Visibility::NONE))
-            clear_first_bits(args, mask, tile);
-        flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
+    #pragma unroll 1
+    for (int i = 0; i < TILES_OF_WARP; ++i) {
+        const u32 number = i == 0 ? own : count - 1 - own;
+        FoundFlag look = {static_cast<int>(Visibility::NONE), 0, 0};
+        if (own < warps && (i == 0 || number != own)) {
+            look.q_tile = number / k_tiles;
+            look.k_tile = number % k_tiles;
+            const FlaggedTile tile =
+                tile_of_flag(args, mask, row, look.q_tile, look.k_tile, members);
+            look.flag = look_at_tile(args, mask, tile, members);
+            if (MASK_BITS && look.flag == static_cast<int>(Visibility::NONE))
+                clear_first_bits(args, mask, tile);
+            look.flag |= groups_outside(mask, tile) << HIDDEN_SHIFT;
+            if (threadIdx.x % 32 == 0) flags[number] = static_cast<unsigned char>(look.flag);
+        }
+        if (threadIdx.x % 32 == 0) found[i * WARPS + warp] = look;
     }
-    if (threadIdx.x % 32 == 0) found[warp] = {flag, q_tile, k_tile};
     __syncthreads();                                        // all are written
     #pragma unroll 1
-    for (int i = 0; i < TILES; ++i) {
-        const FoundFlag other = found[i];
-        if ((other.flag & VISIBILITY_OF_FLAG) != UNDECIDED) continue;
-        const FlaggedTile tile =
-            tile_of_flag(args, mask, row, other.q_tile, other.k_tile, members);
+    for (int i = 0; i < TILES_OF_WARP * WARPS; ++i) {
+        const FoundFlag look = found[i];
+        if ((look.flag & VISIBILITY_OF_FLAG) != UNDECIDED) continue;
+        const FlaggedTile tile = tile_of_flag(args, mask, row, look.q_tile, look.k_tile, members);
         const int tested = test_pairs(args, mask, tile, members);
-        if (warp == i) flag = tested | (flag & ~VISIBILITY_OF_FLAG);
+        if (threadIdx.x == i % WARPS * 32)                  // after its own look's
+            flags[look.q_tile * k_tiles + look.k_tile] =
+                static_cast<unsigned char>(tested | (look.flag & ~VISIBILITY_OF_FLAG));
     }
-    if (threadIdx.x % 32 == 0 && own < count)
-        args.tile_flags[i64(row) * count + own] = static_cast<unsigned char>(flag);
 }
