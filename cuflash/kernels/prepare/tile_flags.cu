@@ -11,9 +11,9 @@
 // PARTLY where it is ALL.
 //
 // Grid: a warp a flag. With CAUSAL or WINDOW, a warp has a flag and the one that is as far from the
-// last as that from the first: where one lies below the diagonal, the other lies above it. Flags lie
-// key tiles fastest, then query tiles, heads and batches. A block's are of one head, as many apart
-// as the head has blocks: undecided tiles are neighbours. Block: NUM_THREADS threads.
+// last as that from the first: where one lies below the diagonal, the other lies above it. Flags
+// lie key tiles fastest, then query tiles, heads and batches. A block's are of one head, as many
+// apart as the head has blocks: undecided tiles are neighbours. Block: NUM_THREADS threads.
 // Constants: Element, Arguments, MASK_MOD, CAUSAL, WINDOW, FLAGS_OF_GROUPS, MASK_BITS, BLOCK_Q,
 // BLOCK_K, NUM_THREADS. Shared memory: a FoundFlag a tile of the block.
 //
