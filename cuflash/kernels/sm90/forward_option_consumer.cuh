@@ -102,7 +102,7 @@ struct OptionsConsumer : Consumer {
             release_v();
             rescale_acc();
             end_iteration();
-        } else if constexpr (SOFTCAP || ALIBI || SCORE_MOD) {
+        } else if constexpr (SOFTCAP || ALIBI) {
             if (!keeps_max) {
                 online_softmax<IS_MASKED || MAY_BE_HIDDEN>(s, rows, scale_log2, rescale, score);
             } else {
