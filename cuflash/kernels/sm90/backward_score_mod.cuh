@@ -73,7 +73,7 @@ __device__ __forceinline__ void apply_user_scores(
                         if (j >= 0) apply(inside, j * 4 + n, shared);
                         if (j + 1 < S_REGS / 4) apply(inside, j * 4 + 6 + n, shared);
                     }
-                    limit_reads(user, j * 4 + 7);
+                    if (j % 4 == 2) limit_reads(user, 7);
                 }
             } else {
                 #pragma unroll
