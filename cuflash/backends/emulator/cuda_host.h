@@ -1,5 +1,6 @@
 // CUDA C++ for a host compiler: the keywords and built-in functions that the kernels use.
 #pragma once
+#include <cstring>
 #include <type_traits>
 
 #include "engine.h"

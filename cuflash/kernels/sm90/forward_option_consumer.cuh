@@ -83,6 +83,7 @@ struct OptionsConsumer : Consumer {
         pipeline_wait(k_full, k);
         tile = acquire_key_tile(tile);
         issue_gemms(tile);
+        const u32 ahead = SIMPLE ? read_ahead(score_mod, first_row, (tile - 1) * BLOCK_K) : 0;
         if constexpr (!BIAS_PREFETCH) stage_biases(tile);
         if constexpr (IS_MASKED) load_mask(tile);
         wait_for_qk<1>();
@@ -127,6 +128,7 @@ struct OptionsConsumer : Consumer {
                 end_iteration();
             }
         }
+        if constexpr (SIMPLE) exact &= ahead != UNUSED_WORD;
     }
     template <bool STORES>
     __device__ __forceinline__ void first_iteration(int slot = -1) {
