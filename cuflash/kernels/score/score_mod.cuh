@@ -69,6 +69,24 @@ template <class User> __device__ __forceinline__ void limit_reads(const User&, i
     if (User::READS && i % 8 == 7) __syncwarp();
 }
 
+// Reads one in each 32 bytes of what pairs of COUNT distances share, those from query - first_key
+// down, so that it is in L1 when a warp needs it: L2 takes longer than a tile's product. The word
+// has to be compared with UNUSED_WORD afterwards, or the compiler drops the read. Whole warp.
+constexpr u32 UNUSED_WORD = 0x7FEDCBA9;                     // of a NaN that no arithmetic makes
+template <int COUNT, class Mod>
+__device__ __forceinline__ u32 read_ahead(const Mod& score_mod, int query, int first_key) {
+    u32 word = 0;
+    if constexpr (SCORE_MOD)
+        if constexpr (decltype(score_mod.user)::SHARES && decltype(score_mod.user)::READS) {
+            constexpr int STEP = (COUNT + 31) / 32;         // of a lane, in floats
+            static_assert(STEP <= 8, "floats of 32 bytes");
+            const auto shared =
+                score_mod.user.of_distance(query, first_key + threadIdx.x % 32 * STEP);
+            if constexpr (sizeof(shared) >= sizeof(word)) memcpy(&word, &shared, sizeof(word));
+        }
+    return word;
+}
+
 // The user's function of one head.
 template <class Real, bool> struct UserScore { ScoreExpression<Real> user; };
 template <class Real> struct UserScore<Real, false> {};

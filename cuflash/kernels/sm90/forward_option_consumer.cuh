@@ -83,7 +83,7 @@ struct OptionsConsumer : Consumer {
         pipeline_wait(k_full, k);
         tile = acquire_key_tile(tile);
         issue_gemms(tile);
-        const u32 ahead = SIMPLE ? read_ahead(score_mod, first_row, (tile - 1) * BLOCK_K) : 0;
+        const u32 ahead = SIMPLE ? read_next_tile(tile - 1) : 0;
         if constexpr (!BIAS_PREFETCH) stage_biases(tile);
         if constexpr (IS_MASKED) load_mask(tile);
         wait_for_qk<1>();
@@ -269,6 +269,11 @@ struct OptionsConsumer : Consumer {
         const int first_key = tile * BLOCK_K, last_key = first_key + BLOCK_K - 1;
         return AFFINE ? is_affine_score(score_mod, first_query, last_query, first_key, last_key)
                       : reads_inside(score_mod, first_query, last_query, first_key, last_key);
+    }
+
+    // Of what the warp's 16 rows read of the key tile that comes next.
+    __device__ __forceinline__ u32 read_next_tile(int tile) const {
+        return read_ahead<BLOCK_K + 16>(score_mod, first_row - lane / 4 + 15, tile * BLOCK_K);
     }
 
     // S becomes scores. True if it stays S, because all of it fits tanh_poly3 (Poly3Score).

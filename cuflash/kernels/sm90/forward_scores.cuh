@@ -125,25 +125,6 @@ __device__ __forceinline__ void apply_user_score(
     }
 }
 
-// Reads, of a key tile's values that pairs of a distance share, one in each 32 bytes of memory that
-// the warp needs, a lane each, so that they are in L1 when the tile's turn comes: L2 takes longer
-// than Q K^T. The word has to be compared with UNUSED_WORD later, or the compiler drops the read.
-constexpr u32 UNUSED_WORD = 0x7FEDCBA9;                     // of a NaN that no arithmetic makes
-template <class Mod>
-__device__ __forceinline__ u32 read_ahead(const Mod& score_mod, int first_row, int first_key) {
-    u32 word = 0;
-    if constexpr (SCORE_MOD)
-        if constexpr (decltype(score_mod.user)::SHARES && decltype(score_mod.user)::READS) {
-            constexpr int STEP = (BLOCK_K + 16 + 31) / 32;  // of a lane, in keys
-            static_assert(STEP <= 8, "floats of 32 bytes");
-            const int lane = threadIdx.x % 32;
-            const auto shared =
-                score_mod.user.of_distance(first_row - lane / 4 + 15, first_key + lane * STEP);
-            if constexpr (sizeof(shared) >= sizeof(word)) memcpy(&word, &shared, sizeof(word));
-        }
-    return word;
-}
-
 // The same of a tile for which is_affine() holds: f(x) = x + g, where g of (query, key) is g of
 // (query, nearest) + step (key - nearest). The first term, the same for all keys, becomes the
 // offset of the lane's row in `score`; S becomes the rest. `nearest` is the key with the largest g,

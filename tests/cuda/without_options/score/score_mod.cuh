@@ -12,6 +12,10 @@ template <class Mod>
 __device__ __forceinline__ bool reads_inside(const Mod&, int, int, int, int) { return false; }
 template <class Mod>
 __device__ __forceinline__ bool is_affine_score(const Mod&, int, int, int, int) { return false; }
+constexpr u32 UNUSED_WORD = 1;
+template <int, class Mod> __device__ __forceinline__ u32 read_ahead(const Mod&, int, int) {
+    return 0;
+}
 template <class User, class Compute>
 void with_reads_tested(const User&, int, int, int, int, Compute);
 template <class User> void limit_reads(const User&, int);
