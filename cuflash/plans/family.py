@@ -25,6 +25,7 @@ from cuflash.plans import (
     sm80_derivatives,
     sm90,
     sm90_double_backward,
+    sm90_forward_wide,
     sm90_jvp,
     tiles,
 )
@@ -106,6 +107,8 @@ def _derivative_family(
 
 def maker_of(problem: Problem, family: str) -> Maker:
     """What plans a family's kernels for the problem's direction."""
+    if family == "sm90" and sm90.is_wide(problem):
+        return sm90_forward_wide.FORWARD
     return _MAKERS[family][problem.direction]
 
 
@@ -150,6 +153,9 @@ def _family_of(
             f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
             " it out"
         )
+    by_tensor_cores = wanted != "sm80" and _has_sixteen_bits(problem)
+    if by_tensor_cores and sm90_forward_wide.runs(problem, device):
+        return "sm90"
     if _is_wide(problem):
         # Few tiles fit: use fma only if both directions have one.
         both = (

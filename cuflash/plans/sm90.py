@@ -20,6 +20,7 @@ from .kernel import (
 )
 from .rounding import ceil_div, round_up
 from .steps import (
+    MAX_OF_TENSOR_CORES,
     ROW_THREADS,
     count_mask_words,
     count_tiles,
@@ -85,11 +86,24 @@ _SEQUENCE_BYTES = 6 * 4  # common/packed_sequences.cuh's Sequence
 
 def head_dims(problem: Problem) -> tuple[int, int]:
     """The head dimensions, rounded up to supported ones: see `runs`."""
+    if is_wide(problem):
+        d, dv = problem.head_dim, problem.head_dim_v
+        # whole panels, at least one for each half of O's columns
+        return (
+            round_up(d, _PANEL_COLUMNS),
+            max(round_up(dv, _PANEL_COLUMNS), 2 * _PANEL_COLUMNS),
+        )
     d, dv = (
         next(x for x in _HEAD_DIMS[problem.direction] if x >= d)
         for d in (problem.head_dim, problem.head_dim_v)
     )
     return d, dv
+
+
+def is_wide(problem: Problem) -> bool:
+    """Whether sm90/forward_wide.cu is for the problem's head dimensions."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return problem.direction == "forward" and widest > MAX_OF_TENSOR_CORES
 
 
 def runs(problem: Problem, device: Device) -> bool:
@@ -130,21 +144,24 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     queries = tile_bytes(tile.block_q, max(d, dv))
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     barriers = 2 * q_stages + 4 * tile.num_stages  # full and empty: q; k, v
-    works, work = max(q_stages, 2), _WORK_BYTES
-    if is_packed(problem):
-        work += _SEQUENCE_BYTES
-    if _has_dynamic_scheduler(problem):
-        barriers += works + 1  # full and requested
     return round_up(
         q_stages * queries
         + tile.num_stages * keys
-        + round_up(works * work + barriers * MBARRIER_BYTES, 16)
+        + small_bytes(problem, max(q_stages, 2), barriers)
         + (_biases_bytes(tile) if _has_staged_bias(problem) else 0)
         + (4 * tile.num_stages if _has_sparse_tiles(problem) else 4)
         + (_ids_bytes(tile) if problem.segment_ids else 0)
         + (_slopes_bytes(tile) if _has_alibi_mma(problem) else 0),
         1024,
     )
+
+
+def small_bytes(problem: Problem, works: int, barriers: int) -> int:
+    """Bytes of as many work tiles, with their barriers, and others."""
+    work = _WORK_BYTES + (_SEQUENCE_BYTES if is_packed(problem) else 0)
+    if _has_dynamic_scheduler(problem):
+        barriers += works + 1  # full and requested
+    return round_up(works * work + barriers * MBARRIER_BYTES, 16)
 
 
 def _has_staged_bias(problem: Problem) -> bool:
@@ -251,6 +268,13 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         run_tiles(problem, tile),
     )  # fmt: skip
+    return forward_plan(problem, device, tile, kernel)
+
+
+def forward_plan(
+    problem: Problem, device: Device, tile: Tile, kernel: KernelPlan
+) -> Plan:
+    """The plan of a forward kernel of this family."""
     num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
     items = heads * num_tiles
