@@ -207,12 +207,25 @@ WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("wanted", [None, "sm90", "sm80"])
-def test_wide_heads_are_plain(direction, dtype, arch, wanted):
+def test_wide_heads(direction, dtype, arch, wanted):
+    """Plain, but for 16-bit forward passes on Hopper."""
+    has_wgmma = arch == "sm_90a" and dtype != "float64" and wanted != "sm80"
+    is_wgmma = has_wgmma and direction == "forward"
+    family = "sm90" if is_wgmma else "simt"
     for d, dv in WIDE:
         problem = small_problem(direction, dtype, d, head_dim_v=dv)
         decided = plan(problem, device_of_arch(arch), wanted)
-        assert decided.family == "simt"
-        assert any("simt" in kernel.file for kernel in decided.kernels)
+        assert decided.family == family
+        assert any(family in kernel.file for kernel in decided.kernels)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mask": True}, {"segment_ids": True}, {"seqlen_k": 131073}]
+)
+def test_wide_heads_that_wgmma_does_not_run(changes):
+    """Sparse key tiles; sums in two levels."""
+    problem = small_problem("forward", "float16", 512, **changes)
+    assert plan(problem, device_of_arch("sm_90a")).family == "simt"
 
 
 @pytest.mark.parametrize(

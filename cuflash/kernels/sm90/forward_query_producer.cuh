@@ -1,6 +1,7 @@
 // The producer of Q in forward.cu and forward_wide.cu, which also publishes the query tiles.
 //
-// Shared has q_stage(), the address of a stage of Q, its barriers q_full and q_empty, and work_tiles.
+// Shared has q_stage(), the address of a stage of Q, its barriers q_full and q_empty, and
+// work_tiles.
 #pragma once
 #include "sm90/forward_scheduler.cuh"
 

@@ -91,8 +91,8 @@ __device__ __forceinline__ void recompute_row(
     }
 }
 
-// Recomputes the rows that begin with a NaN (which may be their true result), among num_rows rows from
-// `first` on of all of the block's tiles. last_tile: the number of its last tile, with
+// Recomputes the rows that begin with a NaN (which may be their true result), among num_rows rows
+// from `first` on of all of the block's tiles. last_tile: the number of its last tile, with
 // DYNAMIC_SCHEDULER. SECOND: another column that may hold the NaN, if it exists; 0: none.
 template <int SECOND = 0>
 __device__ __forceinline__ void recompute_rows(

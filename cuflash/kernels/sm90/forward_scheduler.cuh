@@ -1,6 +1,6 @@
-// Tile schedulers of forward.cu and forward_wide.cu: which query tile a block computes next, and how
-// many key tiles it visits. StaticTileScheduler computes the block's tiles from blockIdx; DynamicTileScheduler takes
-// them from an atomic counter.
+// Tile schedulers of forward.cu and forward_wide.cu: which query tile a block computes next, and
+// how many key tiles it visits. StaticTileScheduler computes the block's tiles from blockIdx;
+// DynamicTileScheduler takes them from an atomic counter.
 #pragma once
 #include "common/scheduler.cuh"
 #include "sm90/forward_work.cuh"

@@ -3,11 +3,11 @@
 //
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
-// A persistent block computes query tiles of 64 queries, one after another, and visits the key tiles
-// of each from the last to the first. Warpgroup 0 produces: a thread each loads Q, K, and the two
-// halves of V. Each of the others has one role:
-//     1, scores      S; the online softmax, as forward.cu's; P, which goes to shared memory with the
-//                    factors by which the rows of acc are rescaled
+// A persistent block computes query tiles of 64 queries, one after another, and visits the key
+// tiles of each from the last to the first. Warpgroup 0 produces: a thread each loads Q, K, and the
+// two halves of V. Each of the others has one role:
+//     1, scores      S; the online softmax, as forward.cu's; P, which goes to shared memory with
+//                    the factors by which the rows of acc are rescaled
 //     2, values      acc += P V of the left half of V's columns
 //     3, values      the same of the right half
 //
@@ -24,15 +24,15 @@
 // Cost of a key tile of 64 at head_dim 512, at peak rates:
 //     tensor cores     two matmuls of 1,024 cycles: 2,048
 //     shared memory    S: 128 KB; P V: 96 KB; K and V arriving: 128 KB; in total 2,820 cycles
-//     L2               128 KB for 8.4 MFLOP: 330 TFLOP/s read 5.2 TB/s
+//     L2               128 KB for 8.4 MFLOP: 600 TFLOP/s read 9.4 TB/s
 //     registers        acc: 128 of 160 per thread
 //
-// Bad at: only 64 queries share a load of K and V, so L2 limits the speed.
+// Bad at: only 64 queries share a load of K and V.
 //
 // Grid: as sm90/forward.cu's. Block: 4 warpgroups.
 //
-// Constants: as sm90/forward.cu's, but HEAD_DIM and HEAD_DIM_V multiples of 64, BLOCK_Q 64, Q_STAGES
-// 1; KV_STAGES of K's chunks, STAGES of the chunks of each half of V. No options for which
+// Constants: as sm90/forward.cu's, but HEAD_DIM and HEAD_DIM_V multiples of 64, BLOCK_Q 64,
+// Q_STAGES 1; KV_STAGES of K's chunks, STAGES of the chunks of each half of V. No options for which
 // SPARSE_TILES is set.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 #include "sm90/forward_query_producer.cuh"
@@ -135,7 +135,7 @@ template <int COLUMNS> struct ValueWarpgroup {
           v_full(shared_address(&barriers.full)), v_empty(shared_address(&barriers.empty)),
           first_column(first_column) {}
 
-    // acc += P V of the next key tile, or acc = P V. With the last one, `inverse` of the lane's rows.
+    // acc += P V of the next key tile, or acc = P V. The last one sets the lane's `inverse`.
     __device__ __forceinline__ void iteration(
         bool is_first, bool is_last, float (&inverse)[2]) {
         pipeline_wait(p_full, p);

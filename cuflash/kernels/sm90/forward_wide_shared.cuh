@@ -7,8 +7,8 @@ constexpr int V_PANELS = HEAD_DIM_V / PANEL_COLUMNS;
 constexpr int LEFT_COLUMNS = (V_PANELS + 1) / 2 * PANEL_COLUMNS;
 constexpr int RIGHT_COLUMNS = HEAD_DIM_V - LEFT_COLUMNS;
 
-// Columns of K, or of a half of V, that are loaded at a time. ptxas refuses an MMA of 256 columns in
-// a kernel of 512 threads, which starts with 128 registers for each.
+// Columns of K, or of a half of V, that are loaded at a time. ptxas refuses an MMA of 256 columns
+// in a kernel of 512 threads, which starts with 128 registers for each.
 constexpr int K_COLUMNS = PANEL_COLUMNS * (HEAD_DIM / PANEL_COLUMNS % 2 == 0 ? 2 : 1);
 constexpr int K_CHUNKS = HEAD_DIM / K_COLUMNS;
 constexpr int chunk_columns(int columns) { return columns > 192 ? 128 : columns; }
@@ -33,8 +33,8 @@ struct ValueBarriers {
     u64 full[STAGES], empty[STAGES];
 };
 
-// A score warpgroup's results for one key tile: P beside it, and what the rows of acc are multiplied
-// by before P V is added. With a query tile's last key tile, what they are multiplied by in the end.
+// What comes with P of a key tile: the factors of acc's rows before P V is added and, with a query
+// tile's last key tile, those in the end.
 struct RowFactors { float rescale[BLOCK_Q], inverse[BLOCK_Q]; };
 
 struct SharedPlan {
@@ -53,8 +53,8 @@ struct SharedPlan {
     __device__ __forceinline__ u32 q_stage(int) { return shared_address(&q); }
 
     // Once, by one thread. full: a producer thread arrives and the TMA unit adds a chunk's bytes;
-    // p_full: each score warp arrives. empty: each warp that reads arrives. q_empty: the score warps
-    // after their last read of Q, the value warps after their read of the work tile.
+    // p_full: each score warp arrives. empty: each warp that reads arrives. q_empty: the score
+    // warps after their last read of Q, the value warps after their read of the work tile.
     __device__ __forceinline__ void init_barriers() {
         mbarrier_init(shared_address(q_full), 1);
         mbarrier_init(shared_address(q_empty), 3 * ROLE_WARPS);
