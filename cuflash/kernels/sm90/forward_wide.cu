@@ -18,7 +18,8 @@
 // previous tile to do. K and the halves of V come in chunks of columns, each through a ring of
 // stages of its own; a chunk's stage is free as soon as its MMAs are done.
 //
-//     forward_wide_shared.cuh      chunks, SharedPlan
+//     wide_heads.cuh               the rings and matmuls of chunks of columns
+//     forward_wide_shared.cuh      SharedPlan
 //     forward_wide_scores.cuh      the score warpgroup
 //
 // Cost of a key tile of 64 at head_dim 512, at peak rates:
@@ -69,165 +70,85 @@ __device__ __forceinline__ void for_each_key_tile(
 }
 
 __device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& shared) {
-    PipelineState<KV_STAGES> stage;
+    KeyRing::State stage;
     for_each_key_tile<PACKED>(args, shared, [&](int k_start, int kv_head, int batch) {
-        for (int chunk = 0; chunk < K_CHUNKS; ++chunk, stage.next()) {
-            mbarrier_wait(barrier_at(shared.k_empty, stage.index), stage.phase ^ 1);
-            tma_load_tile<BLOCK_K, K_COLUMNS>(
-                shared_address(&shared.k[stage.index]), args.k_map,
-                barrier_at(shared.k_full, stage.index), k_start, kv_head, batch, 0,
-                chunk * K_COLUMNS);
-        }
+        load_chunks<HEAD_DIM, sum_chunk(HEAD_DIM)>(
+            shared.k, shared.k_barriers, stage, args.k_map, 0, k_start, kv_head, batch);
     });
 }
 
 template <int COLUMNS>
 __device__ __forceinline__ void load_values(
-    const Arguments& args, SharedPlan& shared, ValueRing<COLUMNS>& ring, ValueBarriers& barriers,
-    int first_column) {
-    using Ring = ValueRing<COLUMNS>;
+    const Arguments& args, SharedPlan& shared, ValueRing<COLUMNS>& ring,
+    RingBarriers<STAGES>& barriers, int first_column) {
     PipelineState<STAGES> stage;
     for_each_key_tile<false>(args, shared, [&](int k_start, int kv_head, int batch) {
-        for (int chunk = 0; chunk < Ring::CHUNKS; ++chunk, stage.next()) {
-            mbarrier_wait(barrier_at(barriers.empty, stage.index), stage.phase ^ 1);
-            tma_load_tile<BLOCK_K, Ring::CHUNK>(
-                shared_address(&ring.stages[stage.index]), args.v_map,
-                barrier_at(barriers.full, stage.index), k_start, kv_head, batch, 0,
-                first_column + chunk * Ring::CHUNK);
-        }
+        load_chunks<COLUMNS, value_chunk(COLUMNS)>(
+            ring, barriers, stage, args.v_map, first_column, k_start, kv_head, batch);
     });
 }
 
 __device__ __forceinline__ void produce(const Arguments& args, SharedPlan& shared) {
     if (threadIdx.x < (DYNAMIC_SCHEDULER ? 32 : 1)) load_queries(args, shared);
     if (threadIdx.x == 32) load_keys(args, shared);
-    if (threadIdx.x == 64) load_values(args, shared, shared.v_left, shared.v_barriers[0], 0);
+    if (threadIdx.x == 64)
+        load_values<LEFT_COLUMNS>(args, shared, shared.v_left, shared.v_barriers[0], 0);
     if (threadIdx.x == 96)
-        load_values(args, shared, shared.v_right, shared.v_barriers[1], LEFT_COLUMNS);
+        load_values<RIGHT_COLUMNS>(
+            args, shared, shared.v_right, shared.v_barriers[1], LEFT_COLUMNS);
 }
 
 // ---- The value warpgroups ----
 
-template <int COLUMNS> struct ValueWarpgroup {
-    using Ring = ValueRing<COLUMNS>;
-    using Sums = float[Ring::CHUNKS][Ring::CHUNK / 2];
-
-    const Arguments& args;
-    SharedPlan& shared;
-    Sums& acc;                                              // not a member: as ScoreFragments
-    const u64 v_desc;
-    const u32 v_full, v_empty;
-    const int first_column;                                 // of O
-
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % ROLE_WARPS;
-    const int lane_row = warp * 16 + lane / 4;
-    const u64 p_desc = descriptor(shared_address(&shared.p), 0);
-    const u32 p_full = shared_address(&shared.p_full), p_empty = shared_address(&shared.p_empty);
-    PipelineState<P_STAGES> p;
-    PipelineState<STAGES> v;
-    bool exact = true;                                      // no row so far needs recompute_row
-
-    __device__ __forceinline__ ValueWarpgroup(
-        const Arguments& args, SharedPlan& shared, const Ring& ring,
-        const ValueBarriers& barriers, int first_column, Sums& acc)
-        : args(args), shared(shared), acc(acc),
-          v_desc(descriptor(shared_address(&ring.stages), BLOCK_K * PANEL_ROW_BYTES)),
-          v_full(shared_address(&barriers.full)), v_empty(shared_address(&barriers.empty)),
-          first_column(first_column) {}
-
-    // acc += P V of the next key tile, or acc = P V. The last one sets the lane's `inverse`.
-    __device__ __forceinline__ void iteration(
-        bool is_first, bool is_last, float (&inverse)[2]) {
-        pipeline_wait(p_full, p);
-        const RowFactors& factors = shared.factors[p.index];
-        float rescale[2];
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rescale[half] = factors.rescale[lane_row + half * 8];
-            if (is_last) inverse[half] = factors.inverse[lane_row + half * 8];
-        }
-        const bool rescales = rescale[0] != 1.0f || rescale[1] != 1.0f;
-        if (__ballot_sync(WHOLE_WARP, rescales) != 0 && !is_first) multiply(rescale);
-        const u64 p_tile = advance(p_desc, p.index * static_cast<int>(sizeof(shared.p[0])));
-        #pragma unroll
-        for (int chunk = 0; chunk < Ring::CHUNKS; ++chunk) {
-            pipeline_wait(v_full, v);
-            if (chunk == 0) fence_operands();
-            wgmma_fence();
-            gemm_ab_ss<Element, BLOCK_K>(
-                acc[chunk], p_tile,
-                advance(v_desc, v.index * static_cast<int>(sizeof(Ring::stages[0]))), !is_first);
-            wgmma_commit();
-            if (chunk > 0) {
-                wgmma_wait<1>();
-                mbarrier_arrive_if(lane == 0, v_empty + 8 * v.previous());
-            }
-            v.next();
-        }
-        wgmma_wait<0>();
-        fence_operands();
-        mbarrier_arrive_if(lane == 0, v_empty + 8 * v.previous());
-        mbarrier_arrive_if(lane == 0, p_empty + 8 * p.index);
-        p.next();
-    }
-    __device__ __forceinline__ void fence_operands() {
-        #pragma unroll
-        for (int chunk = 0; chunk < Ring::CHUNKS; ++chunk) warpgroup_fence_operand(acc[chunk]);
-    }
-    __device__ __forceinline__ void multiply(const float (&factors)[2]) {
-        #pragma unroll
-        for (int chunk = 0; chunk < Ring::CHUNKS; ++chunk)
-            #pragma unroll
-            for (int i = 0; i < Ring::CHUNK / 2; ++i) acc[chunk][i] *= factors[i / 2 % 2];
-    }
-
-    // Stores O's rows. Marks those that need recompute_row by a NaN in the half's first column; a
-    // lane's two rows together.
-    __device__ __forceinline__ void store(const QueryTile& tile, const float (&inverse)[2]) {
-        multiply(inverse);
-        bool finite = true;
-        #pragma unroll
-        for (int chunk = 0; chunk < Ring::CHUNKS; ++chunk)
-            #pragma unroll
-            for (int i = 0; i < Ring::CHUNK / 2; ++i)
-                finite &= fabsf(acc[chunk][i]) < infinity();
-        const u32 inexact = __ballot_sync(WHOLE_WARP, !finite);
-        if ((inexact >> lane / 4 * 4 & 0xF) != 0) acc[0][0] = acc[0][2] = quiet_nan();
-        exact &= inexact == 0;
-        const i64 stride = args.arrays.out_stride.token;
-        Element* out = out_of(args.arrays, tile) + lane_row * stride + first_column;
-        #pragma unroll
-        for (int chunk = 0; chunk < Ring::CHUNKS; ++chunk)
-            store_to_array(
-                out + chunk * Ring::CHUNK, stride, acc[chunk], lane_row, tile.num_rows,
-                args.arrays.shape.head_dim_v - first_column - chunk * Ring::CHUNK);
-    }
-};
-
 // half: 0 or 1, the left or the right one.
 template <int COLUMNS>
 __device__ __forceinline__ void compute_values(
-    const Arguments& args, SharedPlan& shared, const ValueRing<COLUMNS>& ring,
-    const ValueBarriers& barriers, int half) {
-    float acc[ValueRing<COLUMNS>::CHUNKS][ValueRing<COLUMNS>::CHUNK / 2];
-    ValueWarpgroup<COLUMNS> values(args, shared, ring, barriers, half * LEFT_COLUMNS, acc);
+    const Arguments& args, SharedPlan& shared, ValueRing<COLUMNS>& ring, int half) {
+    using Half = ColumnHalf<COLUMNS, ValueRing<COLUMNS>>;
+    typename Half::Sums sums;
+    Half acc(sums, ring, shared.v_barriers[half], half * LEFT_COLUMNS);
+    const int lane = acc.lane, warp = acc.warp;
+    const u64 p_desc = descriptor(shared_address(&shared.p), 0);
+    PipelineState<P_STAGES> p;
     PipelineState<1> q;
+    bool exact = true;                                      // no row so far needs recompute_row
     for (;; q.next()) {
         pipeline_wait(shared_address(shared.q_full), q);
         const WorkTile work = shared.work_tiles[work_slot(q)];
         if (work.num_rows == 0) break;
         __syncwarp();                                       // all lanes have read `work`
-        mbarrier_arrive_if(values.lane == 0, shared_address(shared.q_empty));
+        mbarrier_arrive_if(lane == 0, shared_address(shared.q_empty));
         const int num_tiles =
             work.num_visited - first_key_tile(mask_of(args, work), work.q_start);
         float inverse[2] = {0.0f, 0.0f};
-        for (int i = 0; i < num_tiles; ++i) values.iteration(i == 0, i == num_tiles - 1, inverse);
-        values.store(work, inverse);
+        for (int i = 0; i < num_tiles; ++i, p.next()) {
+            pipeline_wait(shared_address(&shared.p_full), p);
+            const RowFactors& factors = shared.factors[p.index];
+            float rescale[2];
+            #pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                rescale[row] = factors.rescale[acc.lane_row + row * 8];
+                if (i == num_tiles - 1) inverse[row] = factors.inverse[acc.lane_row + row * 8];
+            }
+            const bool rescales = rescale[0] != 1.0f || rescale[1] != 1.0f;
+            if (__ballot_sync(WHOLE_WARP, rescales) != 0 && i > 0) acc.multiply(rescale);
+            acc.add_product(advance(p_desc, p.index * static_cast<int>(sizeof(shared.p[0]))),
+                            i > 0, Element{});
+            mbarrier_arrive_if(lane == 0, barrier_at(shared.p_empty, p.index));
+        }
+
+        // Marks rows that need recompute_row by a NaN in the half's first column; a lane's two rows
+        // together.
+        acc.multiply(inverse);
+        const u32 inexact = __ballot_sync(WHOLE_WARP, !acc.is_finite());
+        if ((inexact >> lane / 4 * 4 & 0xF) != 0) sums[0][0] = sums[0][2] = quiet_nan();
+        exact &= inexact == 0;
+        acc.store(out_of(args.arrays, work), args.arrays.out_stride.token, work.num_rows,
+                  args.arrays.shape.head_dim_v);
     }
 
     // Two warps have the same 16 rows, and recompute half of them each.
-    const int warp = values.warp;
-    if (values.lane == 0) shared.inexact[half][warp] = !values.exact;
+    if (lane == 0) shared.inexact[half][warp] = !exact;
     barrier_sync(STORED_BARRIER, 2 * WARPGROUP);
     if (shared.inexact[0][warp] || shared.inexact[1][warp])
         recompute_rows<LEFT_COLUMNS>(
@@ -250,8 +171,7 @@ forward_sm90_wide(const __grid_constant__ Arguments args) {
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         if (role == 1) compute_scores(args, shared);
-        else if (role == 2)
-            compute_values(args, shared, shared.v_left, shared.v_barriers[0], 0);
-        else compute_values(args, shared, shared.v_right, shared.v_barriers[1], 1);
+        else if (role == 2) compute_values<LEFT_COLUMNS>(args, shared, shared.v_left, 0);
+        else compute_values<RIGHT_COLUMNS>(args, shared, shared.v_right, 1);
     }
 }

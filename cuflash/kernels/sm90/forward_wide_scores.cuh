@@ -27,13 +27,11 @@ struct ScoreWarpgroup {
     const int warp_row = threadIdx.x / 32 % ROLE_WARPS * 16, lane_row = warp_row + lane / 4;
     const float scale_log2 = exponent_scale<LINEAR>(args.arrays.scale);
     const u64 q_desc = descriptor(shared_address(&shared.q), 0);
-    const u64 k_desc = descriptor(shared_address(&shared.k), 0);
-    const u32 k_full = shared_address(&shared.k_full), k_empty = shared_address(&shared.k_empty);
 
     ScoreMod<float> score_mod{args};
     Dropout<float> dropout{args};
     PipelineState<1> q;
-    PipelineState<KV_STAGES> k;
+    KeyRing::State k;
     PipelineState<P_STAGES> p;
 
     // The query tile.
@@ -79,7 +77,8 @@ struct ScoreWarpgroup {
 
     template <bool IS_MASKED> __device__ __forceinline__ void iteration(int tile) {
         const bool is_last = tile == visited.first;
-        gemm_qk();
+        gemm_by_chunks<Element, NEGATE_SCORES ? -1 : 1, HEAD_DIM, sum_chunk(HEAD_DIM)>(
+            s, q_desc, shared.k, shared.k_barriers, k, lane);
         if (is_last) mbarrier_arrive_if(lane == 0, shared_address(shared.q_empty));
         if constexpr (!LINEAR)
             apply_score_mod<false>(s, score_mod, shared, false, shape.seqlen_k - shape.seqlen_q,
@@ -95,28 +94,6 @@ struct ScoreWarpgroup {
         }
         if constexpr (DROPOUT) apply_dropout(s, dropout, first_row, tile * BLOCK_K);
         publish(is_last);
-    }
-
-    // S = Q K^T, by chunks of head_dim, each of which is released when its MMAs are done.
-    __device__ __forceinline__ void gemm_qk() {
-        #pragma unroll
-        for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-            pipeline_wait(k_full, k);
-            if (chunk == 0) warpgroup_fence_operand(s);
-            wgmma_fence();
-            gemm_abt_ss<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, K_COLUMNS>(
-                s, advance(q_desc, chunk * num_panels(K_COLUMNS) * BLOCK_Q * PANEL_ROW_BYTES),
-                advance(k_desc, k.index * static_cast<int>(sizeof(shared.k[0]))), chunk > 0);
-            wgmma_commit();
-            if (chunk > 0) {
-                wgmma_wait<1>();
-                mbarrier_arrive_if(lane == 0, k_empty + 8 * k.previous());
-            }
-            k.next();
-        }
-        wgmma_wait<0>();
-        warpgroup_fence_operand(s);
-        mbarrier_arrive_if(lane == 0, k_empty + 8 * k.previous());
     }
 
     // P and the rows' factors, for the value warpgroups; with a query tile's last key tile also the
