@@ -24,6 +24,7 @@ from cuflash.plans import (
     sm80,
     sm80_derivatives,
     sm90,
+    sm90_backward_passes,
     sm90_double_backward,
     sm90_forward_wide,
     sm90_jvp,
@@ -61,6 +62,13 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     "mma8_float64": _makers(mma8, mma8_derivatives),
     "mma8_float32": _makers(mma8, mma8_derivatives),
     "simt": _makers(simt, simt_derivatives),
+}
+
+# What plans sm90's kernels for head dimensions above 256.
+_WIDE_PLANNERS = sm90_forward_wide, sm90_backward_passes
+_WIDE_MAKERS = {
+    "forward": sm90_forward_wide.FORWARD,
+    "backward": sm90_backward_passes.BACKWARD,
 }
 
 # Whether sm90's kernels support a problem; `sm90.runs` in other directions.
@@ -108,7 +116,7 @@ def _derivative_family(
 def maker_of(problem: Problem, family: str) -> Maker:
     """What plans a family's kernels for the problem's direction."""
     if family == "sm90" and sm90.is_wide(problem):
-        return sm90_forward_wide.FORWARD
+        return _WIDE_MAKERS[problem.direction]
     return _MAKERS[family][problem.direction]
 
 
@@ -154,7 +162,8 @@ def _family_of(
             " it out"
         )
     by_tensor_cores = wanted != "sm80" and _has_sixteen_bits(problem)
-    if by_tensor_cores and sm90_forward_wide.runs(problem, device):
+    by_wgmma = any(x.runs(problem, device) for x in _WIDE_PLANNERS)
+    if by_tensor_cores and by_wgmma:
         return "sm90"
     if _is_wide(problem):
         # Few tiles fit: use fma only if both directions have one.

@@ -87,12 +87,13 @@ _SEQUENCE_BYTES = 6 * 4  # common/packed_sequences.cuh's Sequence
 def head_dims(problem: Problem) -> tuple[int, int]:
     """The head dimensions, rounded up to supported ones: see `runs`."""
     if is_wide(problem):
-        d, dv = problem.head_dim, problem.head_dim_v
-        # whole panels, at least one for each half of O's columns
-        return (
-            round_up(d, _PANEL_COLUMNS),
-            max(round_up(dv, _PANEL_COLUMNS), 2 * _PANEL_COLUMNS),
+        # Whole panels, at least one for each half of a result's columns.
+        least = 2 * _PANEL_COLUMNS
+        d, dv = (
+            max(round_up(x, _PANEL_COLUMNS), least)
+            for x in (problem.head_dim, problem.head_dim_v)
         )
+        return d, dv
     d, dv = (
         next(x for x in _HEAD_DIMS[problem.direction] if x >= d)
         for d in (problem.head_dim, problem.head_dim_v)
@@ -101,9 +102,19 @@ def head_dims(problem: Problem) -> tuple[int, int]:
 
 
 def is_wide(problem: Problem) -> bool:
-    """Whether sm90/forward_wide.cu is for the problem's head dimensions."""
+    """Whether kernels for wide heads are for the problem's head dimensions.
+
+    sm90/forward_wide.cu and backward_passes.cu.
+    """
     widest = max(problem.head_dim, problem.head_dim_v)
-    return problem.direction == "forward" and widest > MAX_OF_TENSOR_CORES
+    has_kernels = problem.direction in ("forward", "backward")
+    return has_kernels and widest > MAX_OF_TENSOR_CORES
+
+
+def sum_chunk(columns: int) -> int:
+    """sm90/wide_heads.cuh's sum_chunk()."""
+    panels = columns // _PANEL_COLUMNS
+    return _PANEL_COLUMNS * (2 if panels % 2 == 0 else 1)
 
 
 def runs(problem: Problem, device: Device) -> bool:
@@ -518,7 +529,7 @@ def rows_kernel(
     *own: Constant, options: tuple[str, ...],
 ) -> KernelPlan:  # fmt: skip
     """The kernel that prepares row statistics; it depends on `options`."""
-    lanes = ceil_div(problem.head_dim_v, 8)
+    lanes = min(ceil_div(problem.head_dim_v, 8), 32)
     return row_kernel(
         f"prepare/{name}.cu",
         f"{problem.direction}_rows",
@@ -547,6 +558,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     semaphores = dq_warps // 4 if in_order else 0
     rows = rows_kernel(
         problem, tile, "row_stats", d,
+        ("DQ_COLUMNS", d),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("CAUSAL", integers and problem.causal),

@@ -7,7 +7,7 @@ from cuflash.request.problem import Problem
 
 from .kernel import Device, Maker, Plan, shared_bytes_of_block
 from .rounding import ceil_div, round_up
-from .sm90 import forward_plan, head_dims, is_wide, small_bytes
+from .sm90 import forward_plan, head_dims, is_wide, small_bytes, sum_chunk
 from .steps import (
     is_linear,
     kernel_of,
@@ -36,18 +36,13 @@ def runs(problem: Problem, device: Device) -> bool:
     return (
         device.arch == "sm_90a"
         and is_wide(problem)
+        and problem.direction == "forward"
         and problem.head_dim <= _MOST_HEAD_DIM
         and problem.head_dim_v <= _MOST_HEAD_DIM_V
         and problem.seqlen_k > 0
         and not (problem.mask or skips_tiles(problem))
         and run_tiles(problem, Tile(64, 64, 16))[1] == 0
     )
-
-
-def _k_columns(d: int) -> int:
-    """sm90/forward_wide_shared.cuh's K_COLUMNS."""
-    panels = d // _PANEL_COLUMNS
-    return _PANEL_COLUMNS * (2 if panels % 2 == 0 else 1)
 
 
 def _value_columns(dv: int) -> int:
@@ -64,7 +59,7 @@ def _shared(problem: Problem, tile: Tile, k_stages: int) -> int:
     return round_up(
         tile_bytes(tile.block_q, d)
         + _P_STAGES * tile_bytes(tile.block_q, tile.block_k)
-        + k_stages * tile_bytes(tile.block_k, _k_columns(d))
+        + k_stages * tile_bytes(tile.block_k, sum_chunk(d))
         + tile.num_stages * tile_bytes(tile.block_k, _value_columns(dv))
         + factors
         + small_bytes(problem, 2, barriers)
@@ -86,7 +81,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = head_dims(problem)
     most = shared_bytes_of_block(device, tile.blocks_per_sm)
     # Two key tiles at most.
-    stages = range(2 * d // _k_columns(d), _LEAST_K_STAGES - 1, -1)
+    stages = range(2 * d // sum_chunk(d), _LEAST_K_STAGES - 1, -1)
     k_stages, shared = next(
         (count, room)
         for count in stages

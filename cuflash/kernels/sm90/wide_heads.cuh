@@ -164,15 +164,15 @@ template <int COLUMNS, class Ring> struct ColumnHalf {
             for (int i = 0; i < CHUNK / 2; ++i) finite &= fabsf(sums[chunk][i]) < infinity();
         return finite;
     }
-    // Rounds the rows and stores them to an array of num_columns columns, whose rows are 16-byte
-    // aligned. `tile`: the tile's first row there.
+    // Rounds the rows and stores them to an array of num_columns columns. `tile`: the tile's first
+    // row there. `aligned`: the array's rows are, to 16 bytes.
     template <typename Element>
     __device__ __forceinline__ void store(
-        Element* tile, i64 stride, int num_rows, int num_columns) const {
+        Element* tile, i64 stride, int num_rows, int num_columns, bool aligned = true) const {
         Element* first = tile + lane_row * stride + first_column;
         #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk)
             store_to_array(first + chunk * CHUNK, stride, sums[chunk], lane_row, num_rows,
-                           num_columns - first_column - chunk * CHUNK);
+                           num_columns - first_column - chunk * CHUNK, aligned);
     }
 };

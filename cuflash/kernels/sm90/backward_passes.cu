@@ -1,0 +1,387 @@
+// Backward attention for 16-bit types on Hopper (sm_90a) and head dimensions above 256, a gradient a
+// pass: 64 rows of a gradient fill the registers of two warpgroups.
+//
+//     PASS DQ   dQ = scale dS K         64 queries, which visit the key tiles that they see
+//     PASS DK   dK = scale dS^T Q       64 keys, which the queries that see them visit
+//     PASS DV   dV = P^T dO             the same
+//     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
+//
+// The passes recompute S and dP: eight matmuls instead of five. In return no block adds to another's
+// results, so all gradients are the same in every run, and no sums stand in global memory.
+//
+// A block has 64 rows of Q and dO (DQ) or of K and V, which stay in shared memory; it visits tiles
+// of 64 columns. Below, S and dP of the key passes are S^T and dP^T. Roles (wide_heads.cuh):
+//     0, producer    a thread each loads the rows; what S and dP read of the visited tiles; the two
+//                    halves of what the gradient sums
+//     1, scores      S, dP; the weights P or dS, which go to shared memory
+//     2, 3, sums     gradient += weights B, of the left and of the right half of its columns
+//
+// The scores are up to two tiles ahead of the sums. lse and delta come from prepare/row_stats.cu, as
+// one QueryRows a query tile.
+//
+// Grid: a block per tile of queries of a query head (DQ), or of keys of a key head, the longest
+// first; tile_of_block(). Block: 4 warpgroups.
+//
+// Constants: Element, PASS, CAUSAL, WINDOW, HEAD_DIM and HEAD_DIM_V (multiples of 64, 128 to 512),
+// BLOCK_Q and BLOCK_K 64; KV_STAGES of chunks for S and dP, STAGES of chunks of each half;
+// SHARED_BYTES, DLSE, Arguments; no other options, INTEGER_DQ and DQ_SEMAPHORES 0.
+// Shared memory: SharedPlan, tiles as in smem.cuh.
+//
+// Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums.
+#include "sm90/backward_roles.cuh"
+#include "sm90/backward_scores.cuh"
+#include "sm90/score_mask.cuh"
+#include "sm90/semaphores.cuh"
+#include "sm90/wide_heads.cuh"
+#include "finish/recompute.cuh"
+
+constexpr int DQ = 0, DK = 1, DV = 2;                       // PASS
+constexpr bool OF_QUERIES = PASS == DQ, HAS_DP = PASS != DV;
+constexpr int COLUMNS = PASS == DV ? HEAD_DIM_V : HEAD_DIM; // of the gradient
+constexpr int LEFT_COLUMNS = left_columns(COLUMNS), RIGHT_COLUMNS = COLUMNS - LEFT_COLUMNS;
+
+constexpr int S_CHUNK = sum_chunk(HEAD_DIM), DP_CHUNK = sum_chunk(HEAD_DIM_V);
+constexpr int BLOCK_THREADS = 4 * WARPGROUP, TILE = 64, WEIGHT_STAGES = 2;
+
+// An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups.
+constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
+
+// Barrier 0 is __syncthreads. The gradient's rows have been stored.
+constexpr int STORED_BARRIER = 1;
+
+static_assert(BLOCK_Q == TILE && BLOCK_K == TILE, "a warpgroup's product has 64 rows");
+static_assert(HEAD_DIM % PANEL_COLUMNS == 0 && HEAD_DIM >= 128 && HEAD_DIM <= 512, "halves");
+static_assert(HEAD_DIM_V % PANEL_COLUMNS == 0 && HEAD_DIM_V >= 128 && HEAD_DIM_V <= 512, "halves");
+static_assert(LINEAR && !DROPOUT && !PAIRWISE && !PACKED, "only masks that follow from positions");
+static_assert(!DETERMINISTIC && !INTEGER_DQ, "no sums in global memory");
+
+using ScoreRing = ChunkRing<TILE, S_CHUNK < DP_CHUNK ? DP_CHUNK : S_CHUNK, KV_STAGES>;
+using HalfRing = ChunkRing<TILE, PANEL_COLUMNS, STAGES>;
+
+struct SharedPlan {
+    SmemTile<TILE, HEAD_DIM> first;                         // Q or K
+    SmemTile<TILE, HAS_DP ? HEAD_DIM_V : 1> second;         // dO or V
+    SmemTile<TILE, TILE> weights[WEIGHT_STAGES];
+    ScoreRing chunks;
+    HalfRing halves[2];                                     // left, right
+    QueryRows rows[WEIGHT_STAGES];                          // DQ: of the block's queries, in the first
+    // rows_full: what the block's rows need. *_empty: an arrival of each warp that reads.
+    u64 rows_full, stats_empty[WEIGHT_STAGES];
+    u64 weights_full[WEIGHT_STAGES], weights_empty[WEIGHT_STAGES];
+    ScoreRing::Barriers chunk_barriers;
+    HalfRing::Barriers half_barriers[2];
+    int inexact[2][ROLE_WARPS];                             // whether rows are not finite
+
+    __device__ __forceinline__ void init_barriers() {
+        mbarrier_init(shared_address(&rows_full), HAS_DP ? 2 : 1);
+        for (int i = 0; i < WEIGHT_STAGES; ++i) {
+            mbarrier_init(shared_address(&stats_empty[i]), ROLE_WARPS);
+            mbarrier_init(shared_address(&weights_full[i]), ROLE_WARPS);
+            mbarrier_init(shared_address(&weights_empty[i]), 2 * ROLE_WARPS);
+        }
+        chunk_barriers.init();
+        for (HalfRing::Barriers& half : half_barriers) half.init();
+        fence_mbarrier_init();
+    }
+};
+static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
+
+// ---- Rows and visited tiles ----
+
+// The block's rows, and the tiles [first, end) that it visits, of each of num_heads heads.
+struct Work {
+    int start, head, batch;
+    int first, end, first_full, end_full, first_head, num_heads;
+
+    __device__ __forceinline__ Work(const Arguments& args, const Mask<CAUSAL, WINDOW>& mask) {
+        const Shape& shape = arrays_of(args).shape;
+        const int group_size = shape.num_heads_q / shape.num_heads_kv;
+        const int num_tiles =
+            OF_QUERIES ? num_query_tiles(args, TILE) : num_key_tiles(args, TILE);
+        const TileCoord coord = tile_of_block(
+            blockIdx.x, num_tiles, OF_QUERIES ? shape.num_heads_q : shape.num_heads_kv,
+            shape.batch, arrays_of(args).schedule);
+        // The last queries see the most keys; the first keys are seen by the most queries.
+        start = (OF_QUERIES ? num_tiles - 1 - coord.tile : coord.tile) * TILE;
+        head = coord.head;
+        batch = coord.batch;
+        first_head = OF_QUERIES ? head / group_size : head * group_size;
+        num_heads = OF_QUERIES ? 1 : group_size;
+        if constexpr (OF_QUERIES) {
+            const KeyTiles keys = mask.key_tiles(start, TILE, TILE);
+            first = keys.first;
+            end = keys.num_visited;
+            first_full = keys.first_full;
+            end_full = keys.num_full;
+        } else {
+            const QueryTiles queries = mask.query_tiles(start, TILE, TILE);
+            first = queries.first;
+            end = queries.end;
+            first_full = queries.first_full;
+            end_full = queries.end_full;
+        }
+    }
+    __device__ __forceinline__ int num_visits() const { return max(end - first, 0) * num_heads; }
+    __device__ __forceinline__ bool is_full(int tile) const {
+        return tile >= first_full && tile < end_full;
+    }
+    // Calls visit(head, tile) for each visited tile.
+    template <class Visit> __device__ __forceinline__ void for_each(Visit visit) const {
+        for (int other = first_head; other < first_head + num_heads; ++other)
+            for (int tile = first; tile < end; ++tile) visit(other, tile);
+    }
+};
+
+__device__ __forceinline__ const QueryRows* rows_of(
+    const Arguments& args, int batch, int head, int tile) {
+    return static_cast<const QueryRows*>(args.arrays.delta)
+         + query_tile_index(args, NoSequence{}, batch, head, tile);
+}
+
+// ---- Producers: one thread each ----
+
+__device__ __forceinline__ void load_rows(
+    const Arguments& args, SharedPlan& shared, const Work& work) {
+    const u32 full = shared_address(&shared.rows_full);
+    if constexpr (OF_QUERIES)
+        bulk_load(shared_address(&shared.rows[0]),
+                  rows_of(args, work.batch, work.head, work.start / TILE), full,
+                  sizeof(QueryRows));
+    tma_load_tile<TILE, HEAD_DIM>(
+        shared_address(&shared.first), OF_QUERIES ? args.q_map : args.k_map, full, work.start,
+        work.head, work.batch, OF_QUERIES ? sizeof(QueryRows) : 0);
+    if constexpr (HAS_DP)
+        tma_load_tile<TILE, HEAD_DIM_V>(
+            shared_address(&shared.second), OF_QUERIES ? args.dout_map : args.v_map, full,
+            work.start, work.head, work.batch);
+}
+
+__device__ __forceinline__ void load_scores(
+    const Arguments& args, SharedPlan& shared, const Work& work) {
+    ScoreRing::State stage;
+    PipelineState<WEIGHT_STAGES> stats;
+    work.for_each([&](int head, int tile) {
+        constexpr int STATS_BYTES = OF_QUERIES ? 0 : sizeof(QueryRows);
+        load_chunks<HEAD_DIM, S_CHUNK>(
+            shared.chunks, shared.chunk_barriers, stage, OF_QUERIES ? args.k_map : args.q_map, 0,
+            tile * TILE, head, work.batch, STATS_BYTES, [&](u32 full) {
+                if constexpr (OF_QUERIES) return;
+                mbarrier_wait(barrier_at(shared.stats_empty, stats.index), stats.phase ^ 1);
+                bulk_load(shared_address(&shared.rows[stats.index]),
+                          rows_of(args, work.batch, head, tile), full, STATS_BYTES);
+                stats.next();
+            });
+        if constexpr (HAS_DP)
+            load_chunks<HEAD_DIM_V, DP_CHUNK>(
+                shared.chunks, shared.chunk_barriers, stage,
+                OF_QUERIES ? args.v_map : args.dout_map, 0, tile * TILE, head, work.batch);
+    });
+}
+
+template <int HALF_COLUMNS>
+__device__ __forceinline__ void load_half(
+    const Arguments& args, SharedPlan& shared, const Work& work, int half) {
+    HalfRing::State stage;
+    const TensorMap& map = PASS == DQ ? args.k_map : PASS == DK ? args.q_map : args.dout_map;
+    work.for_each([&](int head, int tile) {
+        load_chunks<HALF_COLUMNS, PANEL_COLUMNS>(
+            shared.halves[half], shared.half_barriers[half], stage, map, half * LEFT_COLUMNS,
+            tile * TILE, head, work.batch);
+    });
+}
+
+// ---- The score warpgroup ----
+
+// x = 0 where the causal mask, the window, or an array's end masks a pair of a key and a query. key:
+// the lane's first; first_query: the lane's first.
+__device__ __forceinline__ void zero_masked_queries(
+    float (&x)[S_REGS], const Mask<CAUSAL, WINDOW>& mask, int key, int first_query) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first = mask.first_query(key + half * 8) - first_query;
+        const int end = mask.end_query(key + half * 8) - first_query;
+        #pragma unroll
+        for (int j = 0; j < S_REGS / 2; ++j) {
+            const int query = j / 2 * 8 + j % 2;
+            if (query < first || query >= end) x[j / 2 * 4 + half * 2 + j % 2] = 0.0f;
+        }
+    }
+}
+
+// lse and delta of the lane's two queries (DQ); lse times log2 e unless is_large.
+struct RowPairStats {
+    float lse[2], delta[2];
+    bool is_large;
+};
+__device__ __forceinline__ RowPairStats stats_of_rows(const QueryRows& rows, int row) {
+    return {{rows.lse[row], rows.lse[row + 8]}, {rows.delta[row], rows.delta[row + 8]},
+            rows.has_large_lse != 0};
+}
+
+// S becomes P of 64 queries.
+__device__ __forceinline__ void exponentiate_rows(
+    float (&s)[S_REGS], const RowPairStats& rows, float scale, float scale_log2) {
+    #pragma unroll
+    for (int i = 0; i < S_REGS; ++i) {
+        const float lse = rows.lse[i / 2 % 2];
+        s[i] = rows.is_large ? weight(s[i], scale, lse)
+                             : exp2_approx(fmaf(s[i], scale_log2, -lse));
+    }
+}
+
+// P becomes dS = P (dP - delta); delta(j, x) reads delta of the pair j of the lane's queries.
+template <class Delta>
+__device__ __forceinline__ void multiply_by_dp(
+    float (&p)[S_REGS], const float (&dp)[S_REGS], Delta delta) {
+    #pragma unroll
+    for (int j = 0; j < S_REGS / 4; ++j) {
+        float x[4];
+        delta(j, x);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) p[j * 4 + i] *= dp[j * 4 + i] - x[i];
+    }
+}
+
+__device__ __forceinline__ void compute_weights(
+    const Arguments& args, SharedPlan& shared, const Work& work,
+    const Mask<CAUSAL, WINDOW>& mask) {
+    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
+    const int lane_row = warp_row + lane / 4, first_column = lane % 4 * 2;
+    const float scale = static_cast<float>(args.arrays.scale), scale_log2 = scale * LOG2_E;
+    float s[S_REGS], dp[S_REGS];
+    ScoreRing::State chunk;
+    PipelineState<WEIGHT_STAGES> stats, stage;
+    mbarrier_wait(shared_address(&shared.rows_full), 0);
+    RowPairStats rows = {};
+    if constexpr (OF_QUERIES) rows = stats_of_rows(shared.rows[0], lane_row);
+
+    work.for_each([&](int, int tile) {
+        gemm_by_chunks<Element, 1, HEAD_DIM, S_CHUNK>(
+            s, descriptor(shared_address(&shared.first), 0), shared.chunks,
+            shared.chunk_barriers, chunk, lane);
+        if constexpr (HAS_DP)
+            gemm_by_chunks<Element, 1, HEAD_DIM_V, DP_CHUNK>(
+                dp, descriptor(shared_address(&shared.second), 0), shared.chunks,
+                shared.chunk_barriers, chunk, lane);
+        if constexpr (OF_QUERIES) {
+            exponentiate_rows(s, rows, scale, scale_log2);
+            multiply_by_dp(s, dp, [&](int, float (&x)[4]) {
+                x[0] = x[1] = rows.delta[0];
+                x[2] = x[3] = rows.delta[1];
+            });
+            if (!work.is_full(tile))
+                apply_mask(s, mask, work.start + lane_row, tile * TILE, 0.0f);
+        } else {
+            const LaneRows<> columns(shared.rows[stats.index], first_column);
+            exponentiate(s, columns, scale_log2);
+            if constexpr (HAS_DP)
+                multiply_by_dp(s, dp, [&](int j, float (&x)[4]) {
+                    float pair[2];
+                    columns.delta.read(columns.delta.address(), j, pair);
+                    x[0] = x[2] = pair[0];
+                    x[1] = x[3] = pair[1];
+                });
+            __syncwarp();                                   // all lanes have read the statistics
+            mbarrier_arrive_if(lane == 0, barrier_at(shared.stats_empty, stats.index));
+            stats.next();
+            if (!work.is_full(tile))
+                zero_masked_queries(s, mask, work.start + lane_row, tile * TILE + first_column);
+        }
+        u32 packed[S_REGS / 2];
+        pack_pairs<Element>(packed, s);
+        mbarrier_wait(barrier_at(shared.weights_empty, stage.index), stage.phase ^ 1);
+        publish(shared_address(&shared.weights[stage.index]),
+                barrier_at(shared.weights_full, stage.index), packed, warp_row, lane);
+        stage.next();
+    });
+}
+
+// ---- The warpgroups of sums ----
+
+// Recomputes rows of the block that a masked NaN or infinity may have reached, `count` from `first`
+// on, by a warp.
+__device__ __forceinline__ void recompute(
+    const Arguments& args, const Work& work, int first, int count) {
+    const Shape& shape = arrays_of(args).shape;
+    const int end =
+        min(work.start + first + count, OF_QUERIES ? shape.seqlen_q : shape.seqlen_k);
+    for (int row = work.start + first; row < end; ++row)
+        if constexpr (OF_QUERIES) recompute_query(args, work.batch, work.head, row);
+        else recompute_key(args, work.batch, work.head, row);
+}
+
+// half: 0 or 1, the left or the right one.
+template <int HALF_COLUMNS>
+__device__ __forceinline__ void compute_half(
+    const Arguments& args, SharedPlan& shared, const Work& work, int half) {
+    using Half = ColumnHalf<HALF_COLUMNS, HalfRing>;
+    typename Half::Sums sums;
+    Half gradient(sums, shared.halves[half], shared.half_barriers[half], half * LEFT_COLUMNS);
+    const int lane = gradient.lane, warp = gradient.warp;
+    const u64 weights = descriptor(shared_address(&shared.weights), 0);
+    PipelineState<WEIGHT_STAGES> stage;
+    const int count = work.num_visits();
+    for (int i = 0; i < count; ++i, stage.next()) {
+        pipeline_wait(shared_address(&shared.weights_full), stage);
+        gradient.add_product(
+            advance(weights, stage.index * static_cast<int>(sizeof(shared.weights[0]))), i > 0,
+            Element{});
+        mbarrier_arrive_if(lane == 0, barrier_at(shared.weights_empty, stage.index));
+    }
+    if (count == 0) gradient.clear();
+
+    const BackwardArguments& arrays = args.arrays;
+    const Shape& shape = arrays.shape;
+    const float scale = PASS == DV ? 1.0f : static_cast<float>(arrays.scale);
+    gradient.multiply({scale, scale});
+    const bool finite = gradient.is_finite();
+    void* array = PASS == DQ ? arrays.dq : PASS == DK ? arrays.dk : arrays.dv;
+    const Strides stride =
+        PASS == DQ ? arrays.dq_stride : PASS == DK ? arrays.dk_stride : arrays.dv_stride;
+    gradient.store(
+        static_cast<Element*>(array) + work.batch * stride.batch + work.head * stride.head
+            + work.start * stride.token,
+        stride.token, (OF_QUERIES ? shape.seqlen_q : shape.seqlen_k) - work.start,
+        PASS == DV ? shape.head_dim_v : shape.head_dim, PASS != DQ || rows_aligned(array, stride));
+
+    // DV leaves a flag to DK, which recomputes rows of both. Two warps have the same 16 rows, and
+    // recompute half of them each.
+    if constexpr (!MASKED) return;
+    int* flag = OF_QUERIES
+        ? nullptr : recompute_flag(args, {work.start / TILE, work.head, work.batch});
+    if constexpr (PASS == DV) {
+        if (!finite) *flag = 1;
+    } else {
+        const bool found = __ballot_sync(WHOLE_WARP, !finite) != 0 || (!OF_QUERIES && *flag != 0);
+        if (lane == 0) shared.inexact[half][warp] = found;
+        barrier_sync(STORED_BARRIER, 2 * WARPGROUP);
+        if (shared.inexact[0][warp] || shared.inexact[1][warp])
+            recompute(args, work, warp * 16 + half * 8, 8);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+backward_sm90_passes(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
+    if (threadIdx.x == 0) shared.init_barriers();
+    __syncthreads();
+
+    const Shape& shape = args.arrays.shape;
+    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
+    const Work work(args, mask);
+    // By a shuffle, so that the compiler knows that it is uniform in the warp.
+    const int role = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0);
+    if (role == 0) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) load_rows(args, shared, work);
+        if (threadIdx.x == 32) load_scores(args, shared, work);
+        if (threadIdx.x == 64) load_half<LEFT_COLUMNS>(args, shared, work, 0);
+        if (threadIdx.x == 96) load_half<RIGHT_COLUMNS>(args, shared, work, 1);
+    } else {
+        warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+        if (role == 1) compute_weights(args, shared, work, mask);
+        else if (role == 2) compute_half<LEFT_COLUMNS>(args, shared, work, 0);
+        else compute_half<RIGHT_COLUMNS>(args, shared, work, 1);
+    }
+}

@@ -1,0 +1,147 @@
+"""Plans of the wgmma kernel for backward passes with large head dimensions."""
+
+from __future__ import annotations
+
+from cuflash.plans.tiles import Tile
+from cuflash.plans.workspace import Buffer
+from cuflash.request.problem import Problem
+
+from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .rounding import round_up
+from .sm90 import MBARRIER_BYTES, head_dims, is_wide, rows_kernel, sum_chunk
+from .steps import (
+    heads_per_section,
+    kernel_of,
+    key_tiles,
+    query_tiles,
+    tile_bytes,
+)
+
+_MOST_HEAD_DIM = 512
+
+_TILE, _PANEL_COLUMNS = 64, 64
+
+# sm90/backward_passes.cu: PASS, in the order of launches. The pass of dK also
+# recomputes rows of dV.
+_DQ, _DK, _DV = range(3)
+_PASSES = _DQ, _DV, _DK
+
+# Stages of the weights and of row statistics; a flag of each warp that sums.
+_WEIGHT_STAGES, _SUM_WARPS = 2, 8
+_ROWS_BYTES = _TILE * 2 * 4 + 16  # a QueryRows of sm90/row_stats.cuh
+
+_LEAST_SCORE_STAGES = 2
+
+
+def runs(problem: Problem, device: Device) -> bool:
+    """Whether the kernel supports the problem.
+
+    It has no options but those of masks that follow from positions.
+    """
+    return (
+        device.arch == "sm_90a"
+        and problem.direction == "backward"
+        and is_wide(problem)
+        and max(problem.head_dim, problem.head_dim_v) <= _MOST_HEAD_DIM
+        and problem.seqlen_k > 0
+        and set(problem.options) <= {"window"}
+    )
+
+
+def _chunk(problem: Problem) -> int:
+    """The columns of a stage of what S and dP read."""
+    return max(map(sum_chunk, head_dims(problem)))
+
+
+def _shared(
+    problem: Problem, tile: Tile, which: int, score_stages: int
+) -> int:
+    d, dv = head_dims(problem)
+    # full and empty: scores, halves; weights; statistics are only freed
+    barriers = 2 * score_stages + 4 * tile.num_stages + 3 * _WEIGHT_STAGES + 1
+    return round_up(
+        tile_bytes(_TILE, d)
+        + tile_bytes(_TILE, 1 if which == _DV else dv)
+        + _WEIGHT_STAGES * tile_bytes(_TILE, _TILE)
+        + score_stages * tile_bytes(_TILE, _chunk(problem))
+        + 2 * tile.num_stages * tile_bytes(_TILE, _PANEL_COLUMNS)
+        + _WEIGHT_STAGES * _ROWS_BYTES
+        + barriers * MBARRIER_BYTES
+        + 4 * _SUM_WARPS,
+        1024,
+    )
+
+
+def _least_shared(problem: Problem, tile: Tile) -> int:
+    """With the fewest stages; `_backward` uses more if they fit."""
+    return _shared(problem, tile, _DQ, _LEAST_SCORE_STAGES)
+
+
+def _fits(problem: Problem, tile: Tile) -> bool:
+    return tile.block_q == tile.block_k == _TILE
+
+
+def _kernel(
+    problem: Problem, device: Device, tile: Tile, which: int
+) -> KernelPlan:
+    d, dv = head_dims(problem)
+    # Two visited tiles at most.
+    most = 2 * (d + dv) // _chunk(problem)
+    stages, shared = next(
+        (count, room)
+        for count in range(most, _LEAST_SCORE_STAGES - 1, -1)
+        if (room := _shared(problem, tile, which, count))
+        <= device.shared_bytes
+    )
+    return kernel_of(
+        problem, tile, "sm90", (d, dv), shared,
+        ("PASS", which),
+        ("KV_STAGES", stages),
+        ("STAGES", tile.num_stages),
+        ("DQ_SEMAPHORES", 0),
+        ("INTEGER_DQ", False),
+        ("SCORE_BENDS", False),
+        ("SCORES_TWICE", False),
+        ("MASK_BITS", False),
+        ("DLSE", problem.dlse),
+        part="_passes", ptxas_level=tile.ptxas_level,
+    )  # fmt: skip
+
+
+def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    d, dv = head_dims(problem)
+    rows = rows_kernel(
+        problem, tile, "row_stats", d,
+        ("DQ_COLUMNS", 0),
+        ("DQ_SEMAPHORES", 0),
+        ("INTEGER_DQ", False),
+        ("CAUSAL", False),
+        options=(),
+    )  # fmt: skip
+    q_tiles, k_tiles = query_tiles(problem, _TILE), key_tiles(problem, _TILE)
+    blocks = {_DQ: q_tiles, _DK: k_tiles, _DV: k_tiles}
+    longest = max(problem.seqlen_q * problem.group_size, problem.seqlen_k)
+    return Plan(
+        problem,
+        "sm90",
+        tile,
+        (
+            Launch(rows, q_tiles),
+            *(
+                Launch(_kernel(problem, device, tile, which), blocks[which])
+                for which in _PASSES
+            ),
+        ),
+        # Of pairs of one key head: all passes share the schedule.
+        heads_per_section=heads_per_section(
+            problem, device, problem.num_heads_kv, longest * 2 * (d + dv)
+        ),
+        workspace=(
+            Buffer("delta", 16, q_tiles * _ROWS_BYTES // 16),
+            Buffer("tile_counter", 4, 1),
+            Buffer("recompute_flags", 4, k_tiles),
+        ),
+    )
+
+
+BACKWARD = Maker(_backward, _least_shared, _fits)
