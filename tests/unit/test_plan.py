@@ -208,10 +208,9 @@ WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("wanted", [None, "sm90", "sm80"])
 def test_wide_heads(direction, dtype, arch, wanted):
-    """Plain, but for 16-bit forward passes on Hopper."""
+    """Plain, but for 16-bit types on Hopper."""
     has_wgmma = arch == "sm_90a" and dtype != "float64" and wanted != "sm80"
-    is_wgmma = has_wgmma and direction == "forward"
-    family = "sm90" if is_wgmma else "simt"
+    family = "sm90" if has_wgmma else "simt"
     for d, dv in WIDE:
         problem = small_problem(direction, dtype, d, head_dim_v=dv)
         decided = plan(problem, device_of_arch(arch), wanted)
@@ -220,11 +219,15 @@ def test_wide_heads(direction, dtype, arch, wanted):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"mask": True}, {"segment_ids": True}, {"seqlen_k": 131073}]
+    ("direction", "changes"),
+    [
+        *(("forward", x) for x in ({"mask": True}, {"segment_ids": True})),
+        ("forward", {"seqlen_k": 131073}),  # sums in two levels
+        *(("backward", x) for x in ({"softcap": 9.0}, {"sink": True})),
+    ],
 )
-def test_wide_heads_that_wgmma_does_not_run(changes):
-    """Sparse key tiles; sums in two levels."""
-    problem = small_problem("forward", "float16", 512, **changes)
+def test_wide_heads_that_wgmma_does_not_run(direction, changes):
+    problem = small_problem(direction, "float16", 512, **changes)
     assert plan(problem, device_of_arch("sm_90a")).family == "simt"
 
 

@@ -1,13 +1,13 @@
-// Backward attention for 16-bit types on Hopper (sm_90a) and head dimensions above 256, a gradient a
-// pass: 64 rows of a gradient fill the registers of two warpgroups.
+// Backward attention for 16-bit types on Hopper (sm_90a) and head dimensions above 256, a gradient
+// a pass: 64 rows of a gradient fill the registers of two warpgroups.
 //
 //     PASS DQ   dQ = scale dS K         64 queries, which visit the key tiles that they see
 //     PASS DK   dK = scale dS^T Q       64 keys, which the queries that see them visit
 //     PASS DV   dV = P^T dO             the same
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //
-// The passes recompute S and dP: eight matmuls instead of five. In return no block adds to another's
-// results, so all gradients are the same in every run, and no sums stand in global memory.
+// The passes recompute S and dP: eight matmuls instead of five. In return no block adds to
+// another's results, so all gradients are the same in every run, and no sums stand in global memory.
 //
 // A block has 64 rows of Q and dO (DQ) or of K and V, which stay in shared memory; it visits tiles
 // of 64 columns. Below, S and dP of the key passes are S^T and dP^T. Roles (wide_heads.cuh):
@@ -16,8 +16,8 @@
 //     1, scores      S, dP; the weights P or dS, which go to shared memory
 //     2, 3, sums     gradient += weights B, of the left and of the right half of its columns
 //
-// The scores are up to two tiles ahead of the sums. lse and delta come from prepare/row_stats.cu, as
-// one QueryRows a query tile.
+// The scores are up to two tiles ahead of the sums. lse and delta come from prepare/row_stats.cu,
+// as one QueryRows a query tile.
 //
 // Grid: a block per tile of queries of a query head (DQ), or of keys of a key head, the longest
 // first; tile_of_block(). Block: 4 warpgroups.
@@ -64,7 +64,7 @@ struct SharedPlan {
     SmemTile<TILE, TILE> weights[WEIGHT_STAGES];
     ScoreRing chunks;
     HalfRing halves[2];                                     // left, right
-    QueryRows rows[WEIGHT_STAGES];                          // DQ: of the block's queries, in the first
+    QueryRows rows[WEIGHT_STAGES];                          // DQ: the first, of the block's queries
     // rows_full: what the block's rows need. *_empty: an arrival of each warp that reads.
     u64 rows_full, stats_empty[WEIGHT_STAGES];
     u64 weights_full[WEIGHT_STAGES], weights_empty[WEIGHT_STAGES];
@@ -192,8 +192,8 @@ __device__ __forceinline__ void load_half(
 
 // ---- The score warpgroup ----
 
-// x = 0 where the causal mask, the window, or an array's end masks a pair of a key and a query. key:
-// the lane's first; first_query: the lane's first.
+// x = 0 where the causal mask, the window, or an array's end masks a pair of a key and a query.
+// key, first_query: the lane's first.
 __device__ __forceinline__ void zero_masked_queries(
     float (&x)[S_REGS], const Mask<CAUSAL, WINDOW>& mask, int key, int first_query) {
     #pragma unroll

@@ -131,6 +131,7 @@ __device__ __forceinline__ void store_to_array(
             const int column = (j * 4 + threadIdx.x % 4) * CHUNK_ELEMENTS;
             if (row + half * 8 < num_rows)
                 store_chunk(reinterpret_cast<u16*>(out) + half * 8 * stride + column,
-                            {words[0], words[1], words[2], words[3]}, num_columns - column, aligned);
+                            {words[0], words[1], words[2], words[3]}, num_columns - column,
+                            aligned);
         }
 }
