@@ -13,6 +13,8 @@ from .steps import (
     heads_per_section,
     kernel_of,
     key_tiles,
+    option_buffers,
+    option_launches,
     query_tiles,
     tile_bytes,
 )
@@ -36,7 +38,8 @@ _LEAST_SCORE_STAGES = 2
 def runs(problem: Problem, device: Device) -> bool:
     """Whether the kernel supports the problem.
 
-    It has no options but those of masks that follow from positions.
+    It has no options but masks that follow from positions, and packed
+    sequences.
     """
     return (
         device.arch == "sm_90a"
@@ -44,7 +47,7 @@ def runs(problem: Problem, device: Device) -> bool:
         and is_wide(problem)
         and max(problem.head_dim, problem.head_dim_v) <= _MOST_HEAD_DIM
         and problem.seqlen_k > 0
-        and set(problem.options) <= {"window"}
+        and set(problem.options) <= {"window", "cu_seqlens"}
     )
 
 
@@ -126,6 +129,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         "sm90",
         tile,
         (
+            *option_launches(problem, tile, "sm90"),
             Launch(rows, q_tiles),
             *(
                 Launch(_kernel(problem, device, tile, which), blocks[which])
@@ -137,6 +141,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             problem, device, problem.num_heads_kv, longest * 2 * (d + dv)
         ),
         workspace=(
+            *option_buffers(problem, tile),
             Buffer("delta", 16, q_tiles * _ROWS_BYTES // 16),
             Buffer("tile_counter", 4, 1),
             Buffer("recompute_flags", 4, k_tiles),

@@ -9,7 +9,11 @@ from cuflash.plans.plan import device_of_arch, plan
 from cuflash.plans.tiles import Tile
 from helpers import calls
 from helpers.backends import EMULATED, on_kernels
-from helpers.checks import check_gradients, check_gradients_of_forward
+from helpers.checks import (
+    check_gradients,
+    check_gradients_of_forward,
+    check_packed,
+)
 from helpers.compare import assert_bitwise
 from helpers.data import Case, Emulation, inputs
 from helpers.kernels import small_problem
@@ -67,6 +71,17 @@ def test_weights_of_one_key(backend, values):
 def test_scales(backend, scale):
     """With the larger one, lse is too large for the fused exponent."""
     check_gradients(backend, replace(CAUSAL, scale=scale))
+
+
+@on_kernels
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences(backend, causal):
+    """A sequence without queries, one without keys, unused tokens."""
+    case = replace(
+        CAUSAL, seqlen_q=160, seqlen_k=190, causal=causal,
+        offsets=((0, 70, 70, 90, 150), (0, 100, 120, 120, 180)),
+    )  # fmt: skip
+    check_packed(backend, case)
 
 
 @on_kernels

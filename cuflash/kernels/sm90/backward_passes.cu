@@ -7,7 +7,7 @@
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //
 // The passes recompute S and dP: eight matmuls instead of five. In return no block adds to
-// another's results, so all gradients are the same in every run, and no sums stand in global memory.
+// another's results, so all gradients are the same in every run, and no sums stand in memory.
 //
 // A block has 64 rows of Q and dO (DQ) or of K and V, which stay in shared memory; it visits tiles
 // of 64 columns. Below, S and dP of the key passes are S^T and dP^T. Roles (wide_heads.cuh):
@@ -24,7 +24,7 @@
 //
 // Constants: Element, PASS, CAUSAL, WINDOW, HEAD_DIM and HEAD_DIM_V (multiples of 64, 128 to 512),
 // BLOCK_Q and BLOCK_K 64; KV_STAGES of chunks for S and dP, STAGES of chunks of each half;
-// SHARED_BYTES, DLSE, Arguments; no other options, INTEGER_DQ and DQ_SEMAPHORES 0.
+// SHARED_BYTES, DLSE, Arguments, PACKED; no other options, INTEGER_DQ and DQ_SEMAPHORES 0.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums.
@@ -52,7 +52,7 @@ constexpr int STORED_BARRIER = 1;
 static_assert(BLOCK_Q == TILE && BLOCK_K == TILE, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % PANEL_COLUMNS == 0 && HEAD_DIM >= 128 && HEAD_DIM <= 512, "halves");
 static_assert(HEAD_DIM_V % PANEL_COLUMNS == 0 && HEAD_DIM_V >= 128 && HEAD_DIM_V <= 512, "halves");
-static_assert(LINEAR && !DROPOUT && !PAIRWISE && !PACKED, "only masks that follow from positions");
+static_assert(LINEAR && !DROPOUT && !PAIRWISE, "only masks that follow from positions");
 static_assert(!DETERMINISTIC && !INTEGER_DQ, "no sums in global memory");
 
 using ScoreRing = ChunkRing<TILE, S_CHUNK < DP_CHUNK ? DP_CHUNK : S_CHUNK, KV_STAGES>;
@@ -88,12 +88,16 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 
 // ---- Rows and visited tiles ----
 
-// The block's rows, and the tiles [first, end) that it visits, of each of num_heads heads.
+// The block's rows, and the tiles [first, end) that it visits, of each of num_heads heads. Rows and
+// tiles are counted within the packed sequence. By a whole warp.
 struct Work {
+    TileSequence sequence;
+    bool exists;                                            // false: a slot without a tile
+    Mask<CAUSAL, WINDOW> mask;
     int start, head, batch;
     int first, end, first_full, end_full, first_head, num_heads;
 
-    __device__ __forceinline__ Work(const Arguments& args, const Mask<CAUSAL, WINDOW>& mask) {
+    explicit __device__ __forceinline__ Work(const Arguments& args) {
         const Shape& shape = arrays_of(args).shape;
         const int group_size = shape.num_heads_q / shape.num_heads_kv;
         const int num_tiles =
@@ -102,7 +106,13 @@ struct Work {
             blockIdx.x, num_tiles, OF_QUERIES ? shape.num_heads_q : shape.num_heads_kv,
             shape.batch, arrays_of(args).schedule);
         // The last queries see the most keys; the first keys are seen by the most queries.
-        start = (OF_QUERIES ? num_tiles - 1 - coord.tile : coord.tile) * TILE;
+        int tile = OF_QUERIES ? num_tiles - 1 - coord.tile : coord.tile;
+        const auto found = sequence_of_block<!OF_QUERIES>(args, tile, TILE, OF_QUERIES);
+        sequence = found;
+        exists = found.has_tile;
+        mask = {seqlen_q_of(args, sequence), seqlen_k_of(args, sequence),
+                window_of<WINDOW>(args)};
+        start = tile * TILE;
         head = coord.head;
         batch = coord.batch;
         first_head = OF_QUERIES ? head / group_size : head * group_size;
@@ -121,6 +131,16 @@ struct Work {
             end_full = queries.end_full;
         }
     }
+    // Tokens of the arrays.
+    __device__ __forceinline__ int first_row() const {
+        return (OF_QUERIES ? sequence.first_q : sequence.first_k) + start;
+    }
+    __device__ __forceinline__ int first_token(int tile) const {
+        return (OF_QUERIES ? sequence.first_k : sequence.first_q) + tile * TILE;
+    }
+    __device__ __forceinline__ int num_rows() const {
+        return (OF_QUERIES ? mask.seqlen_q : mask.seqlen_k) - start;
+    }
     __device__ __forceinline__ int num_visits() const { return max(end - first, 0) * num_heads; }
     __device__ __forceinline__ bool is_full(int tile) const {
         return tile >= first_full && tile < end_full;
@@ -133,9 +153,15 @@ struct Work {
 };
 
 __device__ __forceinline__ const QueryRows* rows_of(
-    const Arguments& args, int batch, int head, int tile) {
+    const Arguments& args, const Work& work, int head, int tile) {
     return static_cast<const QueryRows*>(args.arrays.delta)
-         + query_tile_index(args, NoSequence{}, batch, head, tile);
+         + query_tile_index(args, work.sequence, work.batch, head, tile);
+}
+
+// The tile of the block's recompute_flag: packed sequences count all slots.
+__device__ __forceinline__ int first_slot_of(NoSequence) { return 0; }
+__device__ __forceinline__ int first_slot_of(const Sequence& sequence) {
+    return sequence.first_slot;
 }
 
 // ---- Producers: one thread each ----
@@ -145,15 +171,15 @@ __device__ __forceinline__ void load_rows(
     const u32 full = shared_address(&shared.rows_full);
     if constexpr (OF_QUERIES)
         bulk_load(shared_address(&shared.rows[0]),
-                  rows_of(args, work.batch, work.head, work.start / TILE), full,
+                  rows_of(args, work, work.head, work.start / TILE), full,
                   sizeof(QueryRows));
     tma_load_tile<TILE, HEAD_DIM>(
-        shared_address(&shared.first), OF_QUERIES ? args.q_map : args.k_map, full, work.start,
-        work.head, work.batch, OF_QUERIES ? sizeof(QueryRows) : 0);
+        shared_address(&shared.first), OF_QUERIES ? args.q_map : args.k_map, full,
+        work.first_row(), work.head, work.batch, OF_QUERIES ? sizeof(QueryRows) : 0);
     if constexpr (HAS_DP)
         tma_load_tile<TILE, HEAD_DIM_V>(
             shared_address(&shared.second), OF_QUERIES ? args.dout_map : args.v_map, full,
-            work.start, work.head, work.batch);
+            work.first_row(), work.head, work.batch);
 }
 
 __device__ __forceinline__ void load_scores(
@@ -164,17 +190,18 @@ __device__ __forceinline__ void load_scores(
         constexpr int STATS_BYTES = OF_QUERIES ? 0 : sizeof(QueryRows);
         load_chunks<HEAD_DIM, S_CHUNK>(
             shared.chunks, shared.chunk_barriers, stage, OF_QUERIES ? args.k_map : args.q_map, 0,
-            tile * TILE, head, work.batch, STATS_BYTES, [&](u32 full) {
+            work.first_token(tile), head, work.batch, STATS_BYTES, [&](u32 full) {
                 if constexpr (OF_QUERIES) return;
                 mbarrier_wait(barrier_at(shared.stats_empty, stats.index), stats.phase ^ 1);
                 bulk_load(shared_address(&shared.rows[stats.index]),
-                          rows_of(args, work.batch, head, tile), full, STATS_BYTES);
+                          rows_of(args, work, head, tile), full, STATS_BYTES);
                 stats.next();
             });
         if constexpr (HAS_DP)
             load_chunks<HEAD_DIM_V, DP_CHUNK>(
                 shared.chunks, shared.chunk_barriers, stage,
-                OF_QUERIES ? args.v_map : args.dout_map, 0, tile * TILE, head, work.batch);
+                OF_QUERIES ? args.v_map : args.dout_map, 0, work.first_token(tile), head,
+                work.batch);
     });
 }
 
@@ -186,7 +213,7 @@ __device__ __forceinline__ void load_half(
     work.for_each([&](int head, int tile) {
         load_chunks<HALF_COLUMNS, PANEL_COLUMNS>(
             shared.halves[half], shared.half_barriers[half], stage, map, half * LEFT_COLUMNS,
-            tile * TILE, head, work.batch);
+            work.first_token(tile), head, work.batch);
     });
 }
 
@@ -243,8 +270,7 @@ __device__ __forceinline__ void multiply_by_dp(
 }
 
 __device__ __forceinline__ void compute_weights(
-    const Arguments& args, SharedPlan& shared, const Work& work,
-    const Mask<CAUSAL, WINDOW>& mask) {
+    const Arguments& args, SharedPlan& shared, const Work& work) {
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
     const int lane_row = warp_row + lane / 4, first_column = lane % 4 * 2;
     const float scale = static_cast<float>(args.arrays.scale), scale_log2 = scale * LOG2_E;
@@ -270,7 +296,7 @@ __device__ __forceinline__ void compute_weights(
                 x[2] = x[3] = rows.delta[1];
             });
             if (!work.is_full(tile))
-                apply_mask(s, mask, work.start + lane_row, tile * TILE, 0.0f);
+                apply_mask(s, work.mask, work.start + lane_row, tile * TILE, 0.0f);
         } else {
             const LaneRows<> columns(shared.rows[stats.index], first_column);
             exponentiate(s, columns, scale_log2);
@@ -285,7 +311,8 @@ __device__ __forceinline__ void compute_weights(
             mbarrier_arrive_if(lane == 0, barrier_at(shared.stats_empty, stats.index));
             stats.next();
             if (!work.is_full(tile))
-                zero_masked_queries(s, mask, work.start + lane_row, tile * TILE + first_column);
+                zero_masked_queries(
+                    s, work.mask, work.start + lane_row, tile * TILE + first_column);
         }
         u32 packed[S_REGS / 2];
         pack_pairs<Element>(packed, s);
@@ -301,13 +328,12 @@ __device__ __forceinline__ void compute_weights(
 // Recomputes rows of the block that a masked NaN or infinity may have reached, `count` from `first`
 // on, by a warp.
 __device__ __forceinline__ void recompute(
-    const Arguments& args, const Work& work, int first, int count) {
-    const Shape& shape = arrays_of(args).shape;
-    const int end =
-        min(work.start + first + count, OF_QUERIES ? shape.seqlen_q : shape.seqlen_k);
-    for (int row = work.start + first; row < end; ++row)
-        if constexpr (OF_QUERIES) recompute_query(args, work.batch, work.head, row);
-        else recompute_key(args, work.batch, work.head, row);
+    const Arguments& whole, const Work& work, int first, int count) {
+    const Arguments& args = sequence_arguments(whole, work.sequence, TILE);
+    const int end = min(first + count, work.num_rows());
+    for (int row = first; row < end; ++row)
+        if constexpr (OF_QUERIES) recompute_query(args, work.batch, work.head, work.start + row);
+        else recompute_key(args, work.batch, work.head, work.start + row);
 }
 
 // half: 0 or 1, the left or the right one.
@@ -340,15 +366,17 @@ __device__ __forceinline__ void compute_half(
         PASS == DQ ? arrays.dq_stride : PASS == DK ? arrays.dk_stride : arrays.dv_stride;
     gradient.store(
         static_cast<Element*>(array) + work.batch * stride.batch + work.head * stride.head
-            + work.start * stride.token,
-        stride.token, (OF_QUERIES ? shape.seqlen_q : shape.seqlen_k) - work.start,
-        PASS == DV ? shape.head_dim_v : shape.head_dim, PASS != DQ || rows_aligned(array, stride));
+            + work.first_row() * stride.token,
+        stride.token, work.num_rows(), PASS == DV ? shape.head_dim_v : shape.head_dim,
+        PASS != DQ || rows_aligned(array, stride));
 
     // DV leaves a flag to DK, which recomputes rows of both. Two warps have the same 16 rows, and
     // recompute half of them each.
     if constexpr (!MASKED) return;
-    int* flag = OF_QUERIES
-        ? nullptr : recompute_flag(args, {work.start / TILE, work.head, work.batch});
+    int* flag = nullptr;
+    if constexpr (!OF_QUERIES)
+        flag = recompute_flag(args, {first_slot_of(work.sequence) + work.start / TILE,
+                                     work.head, work.batch});
     if constexpr (PASS == DV) {
         if (!finite) *flag = 1;
     } else {
@@ -367,9 +395,8 @@ backward_sm90_passes(const __grid_constant__ Arguments args) {
     if (threadIdx.x == 0) shared.init_barriers();
     __syncthreads();
 
-    const Shape& shape = args.arrays.shape;
-    const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(args)};
-    const Work work(args, mask);
+    const Work work(args);
+    if (!work.exists) return;
     // By a shuffle, so that the compiler knows that it is uniform in the warp.
     const int role = __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0);
     if (role == 0) {
@@ -380,7 +407,7 @@ backward_sm90_passes(const __grid_constant__ Arguments args) {
         if (threadIdx.x == 96) load_half<RIGHT_COLUMNS>(args, shared, work, 1);
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-        if (role == 1) compute_weights(args, shared, work, mask);
+        if (role == 1) compute_weights(args, shared, work);
         else if (role == 2) compute_half<LEFT_COLUMNS>(args, shared, work, 0);
         else compute_half<RIGHT_COLUMNS>(args, shared, work, 1);
     }
