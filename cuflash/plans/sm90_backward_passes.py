@@ -8,7 +8,7 @@ from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import round_up
-from .sm90 import MBARRIER_BYTES, head_dims, is_wide, rows_kernel, sum_chunk
+from .sm90 import MBARRIER_BYTES, head_dims, is_wide, rows_kernel
 from .steps import (
     heads_per_section,
     kernel_of,
@@ -32,7 +32,9 @@ _PASSES = _DQ, _DV, _DK
 _WEIGHT_STAGES, _SUM_WARPS = 2, 8
 _ROWS_BYTES = _TILE * 2 * 4 + 16  # a QueryRows of sm90/row_stats.cuh
 
-_LEAST_SCORE_STAGES = 2
+# Columns of what S and dP sum over at a time. Few stages have room beside the
+# rows: with wider ones, most would be in use and few on their way.
+_SCORE_CHUNK, _LEAST_SCORE_STAGES = 64, 2
 
 
 def runs(problem: Problem, device: Device) -> bool:
@@ -51,11 +53,6 @@ def runs(problem: Problem, device: Device) -> bool:
     )
 
 
-def _chunk(problem: Problem) -> int:
-    """The columns of a stage of what S and dP read."""
-    return max(map(sum_chunk, head_dims(problem)))
-
-
 def _shared(
     problem: Problem, tile: Tile, which: int, score_stages: int
 ) -> int:
@@ -66,7 +63,7 @@ def _shared(
         tile_bytes(_TILE, d)
         + tile_bytes(_TILE, 1 if which == _DV else dv)
         + _WEIGHT_STAGES * tile_bytes(_TILE, _TILE)
-        + score_stages * tile_bytes(_TILE, _chunk(problem))
+        + score_stages * tile_bytes(_TILE, _SCORE_CHUNK)
         + 2 * tile.num_stages * tile_bytes(_TILE, _PANEL_COLUMNS)
         + _WEIGHT_STAGES * _ROWS_BYTES
         + barriers * MBARRIER_BYTES
@@ -89,7 +86,7 @@ def _kernel(
 ) -> KernelPlan:
     d, dv = head_dims(problem)
     # Two visited tiles at most.
-    most = 2 * (d + dv) // _chunk(problem)
+    most = 2 * (d + dv) // _SCORE_CHUNK
     stages, shared = next(
         (count, room)
         for count in range(most, _LEAST_SCORE_STAGES - 1, -1)
@@ -99,6 +96,7 @@ def _kernel(
     return kernel_of(
         problem, tile, "sm90", (d, dv), shared,
         ("PASS", which),
+        ("SCORE_CHUNK", _SCORE_CHUNK),
         ("KV_STAGES", stages),
         ("STAGES", tile.num_stages),
         ("DQ_SEMAPHORES", 0),

@@ -23,8 +23,8 @@
 // first; tile_of_block(). Block: 4 warpgroups.
 //
 // Constants: Element, PASS, CAUSAL, WINDOW, HEAD_DIM and HEAD_DIM_V (multiples of 64, 128 to 512),
-// BLOCK_Q and BLOCK_K 64; KV_STAGES of chunks for S and dP, STAGES of chunks of each half;
-// SHARED_BYTES, DLSE, Arguments, PACKED; no other options, INTEGER_DQ and DQ_SEMAPHORES 0.
+// BLOCK_Q and BLOCK_K 64; KV_STAGES of chunks of SCORE_CHUNK columns for S and dP, STAGES of
+// chunks of each half; SHARED_BYTES, DLSE, Arguments, PACKED; no other options, INTEGER_DQ and DQ_SEMAPHORES 0.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums.
@@ -40,7 +40,6 @@ constexpr bool OF_QUERIES = PASS == DQ, HAS_DP = PASS != DV;
 constexpr int COLUMNS = PASS == DV ? HEAD_DIM_V : HEAD_DIM; // of the gradient
 constexpr int LEFT_COLUMNS = left_columns(COLUMNS), RIGHT_COLUMNS = COLUMNS - LEFT_COLUMNS;
 
-constexpr int S_CHUNK = sum_chunk(HEAD_DIM), DP_CHUNK = sum_chunk(HEAD_DIM_V);
 constexpr int BLOCK_THREADS = 4 * WARPGROUP, TILE = 64, WEIGHT_STAGES = 2;
 
 // An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups.
@@ -55,7 +54,7 @@ static_assert(HEAD_DIM_V % PANEL_COLUMNS == 0 && HEAD_DIM_V >= 128 && HEAD_DIM_V
 static_assert(LINEAR && !DROPOUT && !PAIRWISE, "only masks that follow from positions");
 static_assert(!DETERMINISTIC && !INTEGER_DQ, "no sums in global memory");
 
-using ScoreRing = ChunkRing<TILE, S_CHUNK < DP_CHUNK ? DP_CHUNK : S_CHUNK, KV_STAGES>;
+using ScoreRing = ChunkRing<TILE, SCORE_CHUNK, KV_STAGES>;
 using HalfRing = ChunkRing<TILE, PANEL_COLUMNS, STAGES>;
 
 struct SharedPlan {
@@ -188,7 +187,7 @@ __device__ __forceinline__ void load_scores(
     PipelineState<WEIGHT_STAGES> stats;
     work.for_each([&](int head, int tile) {
         constexpr int STATS_BYTES = OF_QUERIES ? 0 : sizeof(QueryRows);
-        load_chunks<HEAD_DIM, S_CHUNK>(
+        load_chunks<HEAD_DIM, SCORE_CHUNK>(
             shared.chunks, shared.chunk_barriers, stage, OF_QUERIES ? args.k_map : args.q_map, 0,
             work.first_token(tile), head, work.batch, STATS_BYTES, [&](u32 full) {
                 if constexpr (OF_QUERIES) return;
@@ -198,7 +197,7 @@ __device__ __forceinline__ void load_scores(
                 stats.next();
             });
         if constexpr (HAS_DP)
-            load_chunks<HEAD_DIM_V, DP_CHUNK>(
+            load_chunks<HEAD_DIM_V, SCORE_CHUNK>(
                 shared.chunks, shared.chunk_barriers, stage,
                 OF_QUERIES ? args.v_map : args.dout_map, 0, work.first_token(tile), head,
                 work.batch);
@@ -282,11 +281,11 @@ __device__ __forceinline__ void compute_weights(
     if constexpr (OF_QUERIES) rows = stats_of_rows(shared.rows[0], lane_row);
 
     work.for_each([&](int, int tile) {
-        gemm_by_chunks<Element, 1, HEAD_DIM, S_CHUNK>(
+        gemm_by_chunks<Element, 1, HEAD_DIM, SCORE_CHUNK>(
             s, descriptor(shared_address(&shared.first), 0), shared.chunks,
             shared.chunk_barriers, chunk, lane);
         if constexpr (HAS_DP)
-            gemm_by_chunks<Element, 1, HEAD_DIM_V, DP_CHUNK>(
+            gemm_by_chunks<Element, 1, HEAD_DIM_V, SCORE_CHUNK>(
                 dp, descriptor(shared_address(&shared.second), 0), shared.chunks,
                 shared.chunk_barriers, chunk, lane);
         if constexpr (OF_QUERIES) {
