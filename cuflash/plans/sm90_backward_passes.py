@@ -53,18 +53,27 @@ def runs(problem: Problem, device: Device) -> bool:
     )
 
 
+def _half_stages(tile: Tile, which: int) -> int:
+    """Stages of a half of what a pass sums.
+
+    The pass of dV reads half as much for scores, and has more room.
+    """
+    return tile.num_stages * (2 if which == _DV else 1)
+
+
 def _shared(
     problem: Problem, tile: Tile, which: int, score_stages: int
 ) -> int:
     d, dv = head_dims(problem)
     # full and empty: scores, halves; weights; statistics are only freed
-    barriers = 2 * score_stages + 4 * tile.num_stages + 3 * _WEIGHT_STAGES + 1
+    barriers = 2 * score_stages + 4 * _half_stages(tile, which)
+    barriers += 3 * _WEIGHT_STAGES + 1
     return round_up(
         tile_bytes(_TILE, d)
         + tile_bytes(_TILE, 1 if which == _DV else dv)
         + _WEIGHT_STAGES * tile_bytes(_TILE, _TILE)
         + score_stages * tile_bytes(_TILE, _SCORE_CHUNK)
-        + 2 * tile.num_stages * tile_bytes(_TILE, _PANEL_COLUMNS)
+        + 2 * _half_stages(tile, which) * tile_bytes(_TILE, _PANEL_COLUMNS)
         + _WEIGHT_STAGES * _ROWS_BYTES
         + barriers * MBARRIER_BYTES
         + 4 * _SUM_WARPS,
@@ -98,7 +107,7 @@ def _kernel(
         ("PASS", which),
         ("SCORE_CHUNK", _SCORE_CHUNK),
         ("KV_STAGES", stages),
-        ("STAGES", tile.num_stages),
+        ("STAGES", _half_stages(tile, which)),
         ("DQ_SEMAPHORES", 0),
         ("INTEGER_DQ", False),
         ("SCORE_BENDS", False),

@@ -20,9 +20,8 @@ _MOST_HEAD_DIM, _MOST_HEAD_DIM_V = 576, 512
 
 _PANEL_COLUMNS = 64  # common/smem.cuh
 
-# sm90/forward_wide_shared.cuh: stages of P, and the floats of a row that come
-# with each; a flag of each value warp.
-_P_STAGES, _ROW_FACTORS, _VALUE_WARPS = 2, 2, 8
+# sm90/forward_wide_shared.cuh: stages of P; a flag of each value warp.
+_P_STAGES, _VALUE_WARPS = 2, 8
 
 # Fewer stages of K do not overlap loads with matmuls.
 _LEAST_K_STAGES = 2
@@ -31,7 +30,7 @@ _LEAST_K_STAGES = 2
 def runs(problem: Problem, device: Device) -> bool:
     """Whether the kernel supports the problem.
 
-    It visits all key tiles between two bounds, and has one sum of all keys.
+    It visits all key tiles between two bounds.
     """
     return (
         device.arch == "sm_90a"
@@ -41,7 +40,6 @@ def runs(problem: Problem, device: Device) -> bool:
         and problem.head_dim_v <= _MOST_HEAD_DIM_V
         and problem.seqlen_k > 0
         and not (problem.mask or skips_tiles(problem))
-        and run_tiles(problem, Tile(64, 64, 16))[1] == 0
     )
 
 
@@ -53,7 +51,8 @@ def _value_columns(dv: int) -> int:
 
 def _shared(problem: Problem, tile: Tile, k_stages: int) -> int:
     d, dv = head_dims(problem)
-    factors = _P_STAGES * _ROW_FACTORS * tile.block_q * 4
+    _, is_long = run_tiles(problem, tile)
+    factors = _P_STAGES * (3 if is_long else 2) * tile.block_q * 4  # of rows
     # full and empty: q; p, k, each half of v
     barriers = 2 + 2 * _P_STAGES + 2 * k_stages + 4 * tile.num_stages
     return round_up(

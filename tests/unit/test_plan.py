@@ -222,7 +222,6 @@ def test_wide_heads(direction, dtype, arch, wanted):
     ("direction", "changes"),
     [
         *(("forward", x) for x in ({"mask": True}, {"segment_ids": True})),
-        ("forward", {"seqlen_k": 131073}),  # sums in two levels
         *(("backward", x) for x in ({"softcap": 9.0}, {"sink": True})),
     ],
 )

@@ -36,6 +36,7 @@
 // Q_STAGES 1; KV_STAGES of K's chunks, STAGES of the chunks of each half of V. No options for which
 // SPARSE_TILES is set.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
+#include "common/long_sums.cuh"
 #include "sm90/forward_query_producer.cuh"
 #include "sm90/forward_recompute.cuh"
 #include "sm90/forward_wide_scores.cuh"
@@ -43,7 +44,8 @@
 constexpr int BLOCK_THREADS = 4 * WARPGROUP;
 
 // An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups.
-constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
+constexpr int PRODUCER_REGISTERS = 32, VALUE_REGISTERS = RUN_TILES > 0 ? 168 : 160;
+constexpr int SCORE_REGISTERS = 512 - PRODUCER_REGISTERS - 2 * VALUE_REGISTERS;
 
 // Barrier 0 is __syncthreads. O of all of the block's tiles has been stored.
 constexpr int STORED_BARRIER = 1;
@@ -112,6 +114,13 @@ __device__ __forceinline__ void compute_values(
     PipelineState<P_STAGES> p;
     PipelineState<1> q;
     bool exact = true;                                      // no row so far needs recompute_row
+    LongSums<COLUMNS / 2, 2> long_sums;
+    float state[decltype(long_sums)::SIZE];
+    long_sums.hold_in(state);
+    const auto element = [&](int i) -> float& {
+        constexpr int OF_CHUNK = Half::CHUNK / 2;
+        return sums[i / OF_CHUNK][i % OF_CHUNK];
+    };
     for (;; q.next()) {
         pipeline_wait(shared_address(shared.q_full), q);
         const WorkTile work = shared.work_tiles[work_slot(q)];
@@ -120,8 +129,10 @@ __device__ __forceinline__ void compute_values(
         mbarrier_arrive_if(lane == 0, shared_address(shared.q_empty));
         const int num_tiles =
             work.num_visited - first_key_tile(mask_of(args, work), work.q_start);
-        float inverse[2] = {0.0f, 0.0f};
+        float inverse[2] = {0.0f, 0.0f}, max_scaled[2] = {0.0f, 0.0f};
         for (int i = 0; i < num_tiles; ++i, p.next()) {
+            const bool begins = i == 0 || (RUN_TILES > 0 && i % max(RUN_TILES, 1) == 0);
+            if (RUN_TILES > 0 && begins && i > 0) long_sums.add(element, max_scaled);
             pipeline_wait(shared_address(&shared.p_full), p);
             const RowFactors& factors = shared.factors[p.index];
             float rescale[2];
@@ -129,16 +140,18 @@ __device__ __forceinline__ void compute_values(
             for (int row = 0; row < 2; ++row) {
                 rescale[row] = factors.rescale[acc.lane_row + row * 8];
                 if (i == num_tiles - 1) inverse[row] = factors.inverse[acc.lane_row + row * 8];
+                max_scaled[row] = factors.max_scaled_of(acc.lane_row + row * 8);
             }
             const bool rescales = rescale[0] != 1.0f || rescale[1] != 1.0f;
-            if (__ballot_sync(WHOLE_WARP, rescales) != 0 && i > 0) acc.multiply(rescale);
+            if (__ballot_sync(WHOLE_WARP, rescales) != 0 && !begins) acc.multiply(rescale);
             acc.add_product(advance(p_desc, p.index * static_cast<int>(sizeof(shared.p[0]))),
-                            i > 0, Element{});
+                            !begins, Element{});
             mbarrier_arrive_if(lane == 0, barrier_at(shared.p_empty, p.index));
         }
 
         // Marks rows that need recompute_row by a NaN in the half's first column; a lane's two rows
         // together.
+        long_sums.finish(element, max_scaled);
         acc.multiply(inverse);
         const u32 inexact = __ballot_sync(WHOLE_WARP, !acc.is_finite());
         if ((inexact >> lane / 4 * 4 & 0xF) != 0) sums[0][0] = sums[0][2] = quiet_nan();
@@ -168,10 +181,12 @@ forward_sm90_wide(const __grid_constant__ Arguments args) {
     if (role == 0) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         produce(args, shared);
+    } else if (role == 1) {
+        warpgroup_reg_alloc<SCORE_REGISTERS>();
+        compute_scores(args, shared);
     } else {
-        warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-        if (role == 1) compute_scores(args, shared);
-        else if (role == 2) compute_values<LEFT_COLUMNS>(args, shared, shared.v_left, 0);
+        warpgroup_reg_alloc<VALUE_REGISTERS>();
+        if (role == 2) compute_values<LEFT_COLUMNS>(args, shared, shared.v_left, 0);
         else compute_values<RIGHT_COLUMNS>(args, shared, shared.v_right, 1);
     }
 }

@@ -104,9 +104,11 @@ struct ScoreWarpgroup {
         mbarrier_wait(barrier_at(shared.p_empty, p.index), p.phase ^ 1);
         store_rows<BLOCK_Q>(shared_address(&shared.p[p.index]), warp_row, lane, packed);
         RowFactors& factors = shared.factors[p.index];
-        if (lane % 4 == 0) {
-            factors.rescale[lane_row] = rescale[0];
-            factors.rescale[lane_row + 8] = rescale[1];
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (lane % 4 != 0) continue;
+            factors.rescale[lane_row + half * 8] = rescale[half];
+            factors.set_max_scaled(lane_row + half * 8, rows.max_scaled[half]);
         }
         if (is_last) finish_rows(factors);
         fence_async_proxy();

@@ -18,11 +18,19 @@ static_assert(HEAD_DIM % PANEL_COLUMNS == 0 && HEAD_DIM <= 576, "whole panels");
 static_assert(HEAD_DIM_V % PANEL_COLUMNS == 0, "whole panels");
 static_assert(HEAD_DIM_V >= 128 && HEAD_DIM_V <= 512, "halves of up to 256 columns");
 static_assert(!SPARSE_TILES, "the key tiles of a query tile follow from its position");
-static_assert(RUN_TILES == 0, "one sum of all keys");
 
 // What comes with P of a key tile: the factors of acc's rows before P V is added and, with a query
-// tile's last key tile, those in the end.
-struct RowFactors { float rescale[BLOCK_Q], inverse[BLOCK_Q]; };
+// tile's last key tile, those in the end. max_scaled: as in RowState, with RUN_TILES.
+template <bool> struct RowMaxima {
+    __device__ __forceinline__ void set_max_scaled(int, float) {}
+    __device__ __forceinline__ float max_scaled_of(int) const { return 0.0f; }
+};
+template <> struct RowMaxima<true> {
+    float max_scaled[BLOCK_Q];
+    __device__ __forceinline__ void set_max_scaled(int row, float x) { max_scaled[row] = x; }
+    __device__ __forceinline__ float max_scaled_of(int row) const { return max_scaled[row]; }
+};
+struct RowFactors : RowMaxima<(RUN_TILES > 0)> { float rescale[BLOCK_Q], inverse[BLOCK_Q]; };
 
 struct SharedPlan {
     SmemTile<BLOCK_Q, HEAD_DIM> q;
