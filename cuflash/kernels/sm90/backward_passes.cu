@@ -24,7 +24,8 @@
 //
 // Constants: Element, PASS, CAUSAL, WINDOW, HEAD_DIM and HEAD_DIM_V (multiples of 64, 128 to 512),
 // BLOCK_Q and BLOCK_K 64; KV_STAGES of chunks of SCORE_CHUNK columns for S and dP, STAGES of
-// chunks of each half; SHARED_BYTES, DLSE, Arguments, PACKED; no other options, INTEGER_DQ and DQ_SEMAPHORES 0.
+// chunks of each half; SHARED_BYTES, DLSE, Arguments, PACKED; no other options, INTEGER_DQ and
+// DQ_SEMAPHORES 0.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums.
