@@ -125,7 +125,7 @@ def runs(problem: Problem, device: Device) -> bool:
     """
     if problem.mask_mod is not None and is_packed(problem):
         return False
-    if _score_bends(problem) and has_integer_dq(problem):
+    if score_bends(problem) and has_integer_dq(problem):
         return False
     return (
         device.arch == "sm_90a"
@@ -215,7 +215,7 @@ def _has_dynamic_scheduler(problem: Problem) -> bool:
     return is_packed(problem) or skips_tiles(problem)
 
 
-def _score_bends(problem: Problem) -> bool:
+def score_bends(problem: Problem) -> bool:
     """Whether the user's function of a score has a slope other than 1."""
     if problem.score_mod is None:
         return False
@@ -224,10 +224,10 @@ def _score_bends(problem: Problem) -> bool:
 
 def _bends(problem: Problem) -> bool:
     """sm90/backward_constants.cuh's SCORES_BEND."""
-    return "bends" in acts(problem) or _score_bends(problem)
+    return "bends" in acts(problem) or score_bends(problem)
 
 
-def _scores_twice(problem: Problem) -> bool:
+def scores_twice(problem: Problem) -> bool:
     """Whether gradients of scores are summed that P does not suffice for.
 
     The slope of a user's function is not 1, or the gradients of its arrays
@@ -250,7 +250,7 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
     room = _REGISTERS.get((tile.block_q // 64, tile.blocks_per_sm), 0)
     used = tile.block_k * 3 // 4 + dv // 2
-    has_more = _score_bends(problem) or acts(problem) != {"adds"}
+    has_more = score_bends(problem) or acts(problem) != {"adds"}
     if dv <= 128 and problem.score_mod is not None and has_more:
         used += _USER_REGISTERS
     bent_and_more = "bends" in acts(problem) and (
@@ -306,13 +306,13 @@ def forward_plan(
         heads_per_section=_section_heads(problem, tile, device),
         work_items=schedule,
         workspace=(
-            *_option_buffers(problem, tile, num_tiles),
+            *buffers_of_options(problem, tile, num_tiles),
             *_scheduler_buffers(items if is_dynamic else 0),
         ),
     )
 
 
-def _option_buffers(
+def buffers_of_options(
     problem: Problem, tile: Tile, tiles_of_head: int
 ) -> tuple[Buffer, ...]:
     """With the order of tiles that the blocks follow, and a mask's bits."""
@@ -518,7 +518,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     if tile.block_q > 64 and d > 64:
         return False  # or 64 rows, and all columns
     needs_p = _bends(problem) or "drops" in acts(problem)
-    if tile.block_q > 64 and (needs_p or _scores_twice(problem)):
+    if tile.block_q > 64 and (needs_p or scores_twice(problem)):
         return False  # no registers for derivatives, or for P and kept P
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
@@ -574,8 +574,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("STAGES", tile.num_stages),
-        ("SCORE_BENDS", _score_bends(problem)),
-        ("SCORES_TWICE", _scores_twice(problem)),
+        ("SCORE_BENDS", score_bends(problem)),
+        ("SCORES_TWICE", scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *of_narrow,
         part=wide, ptxas_level=tile.ptxas_level,
@@ -630,7 +630,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads_per_section=heads,
         last_section=last,
         workspace=(
-            *_option_buffers(problem, tile, k_tiles_of_head),
+            *buffers_of_options(problem, tile, k_tiles_of_head),
             *lse_rest_buffers(problem),
             Buffer("delta", 16, bytes_of_rows // 16),
             Buffer("dq_sum", 4, q_tiles * tile.block_q * d * (1 + integers)),

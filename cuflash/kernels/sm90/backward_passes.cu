@@ -10,7 +10,8 @@
 // another's results, so all gradients are the same in every run, and no sums stand in memory.
 //
 // A block has 64 rows of Q and dO (DQ) or of K and V, which stay in shared memory; it visits tiles
-// of 64 columns. Below, S and dP of the key passes are S^T and dP^T. Roles (wide_heads.cuh):
+// of 64 keys or queries. Scores are S^T and dP^T in every pass, as in sm90/backward.cu, whose options
+// these are. Roles (wide_heads.cuh):
 //     0, producer    a thread each loads the rows; what S and dP read of the visited tiles; the two
 //                    halves of what the gradient sums
 //     1, scores      S, dP; the weights P or dS, which go to shared memory
@@ -24,14 +25,14 @@
 //
 // Constants: Element, PASS, CAUSAL, WINDOW, HEAD_DIM and HEAD_DIM_V (multiples of 64, 128 to 512),
 // BLOCK_Q and BLOCK_K 64; KV_STAGES of chunks of SCORE_CHUNK columns for S and dP, STAGES of
-// chunks of each half; SHARED_BYTES, DLSE, Arguments, PACKED; no other options, INTEGER_DQ and
-// DQ_SEMAPHORES 0.
+// chunks of each half; SHARED_BYTES, DLSE, Arguments and the options; INTEGER_DQ, DQ_SEMAPHORES 0.
+// DBIAS and DMOD in one pass alone.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
-// Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums.
+// Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums. Tiles
+// that segment ids or the user's mask hide are not skipped.
+#include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_roles.cuh"
-#include "sm90/backward_scores.cuh"
-#include "sm90/score_mask.cuh"
 #include "sm90/semaphores.cuh"
 #include "sm90/wide_heads.cuh"
 #include "finish/recompute.cuh"
@@ -52,7 +53,6 @@ constexpr int STORED_BARRIER = 1;
 static_assert(BLOCK_Q == TILE && BLOCK_K == TILE, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % PANEL_COLUMNS == 0 && HEAD_DIM >= 128 && HEAD_DIM <= 512, "halves");
 static_assert(HEAD_DIM_V % PANEL_COLUMNS == 0 && HEAD_DIM_V >= 128 && HEAD_DIM_V <= 512, "halves");
-static_assert(LINEAR && !DROPOUT && !PAIRWISE, "only masks that follow from positions");
 static_assert(!DETERMINISTIC && !INTEGER_DQ, "no sums in global memory");
 
 using ScoreRing = ChunkRing<TILE, SCORE_CHUNK, KV_STAGES>;
@@ -130,6 +130,13 @@ struct Work {
             first_full = queries.first_full;
             end_full = queries.end_full;
         }
+    }
+    // The first query and the first key of a visited tile's pairs.
+    __device__ __forceinline__ int q_start(int tile) const {
+        return OF_QUERIES ? start : tile * TILE;
+    }
+    __device__ __forceinline__ int k_start(int tile) const {
+        return OF_QUERIES ? tile * TILE : start;
     }
     // Tokens of the arrays.
     __device__ __forceinline__ int first_row() const {
@@ -219,106 +226,62 @@ __device__ __forceinline__ void load_half(
 
 // ---- The score warpgroup ----
 
-// x = 0 where the causal mask, the window, or an array's end masks a pair of a key and a query.
-// key, first_query: the lane's first.
-__device__ __forceinline__ void zero_masked_queries(
-    float (&x)[S_REGS], const Mask<CAUSAL, WINDOW>& mask, int key, int first_query) {
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int first = mask.first_query(key + half * 8) - first_query;
-        const int end = mask.end_query(key + half * 8) - first_query;
-        #pragma unroll
-        for (int j = 0; j < S_REGS / 2; ++j) {
-            const int query = j / 2 * 8 + j % 2;
-            if (query < first || query >= end) x[j / 2 * 4 + half * 2 + j % 2] = 0.0f;
-        }
-    }
-}
-
-// lse and delta of the lane's two queries (DQ); lse times log2 e unless is_large.
-struct RowPairStats {
-    float lse[2], delta[2];
-    bool is_large;
-};
-__device__ __forceinline__ RowPairStats stats_of_rows(const QueryRows& rows, int row) {
-    return {{rows.lse[row], rows.lse[row + 8]}, {rows.delta[row], rows.delta[row + 8]},
-            rows.has_large_lse != 0};
-}
-
-// S becomes P of 64 queries.
-__device__ __forceinline__ void exponentiate_rows(
-    float (&s)[S_REGS], const RowPairStats& rows, float scale, float scale_log2) {
-    #pragma unroll
-    for (int i = 0; i < S_REGS; ++i) {
-        const float lse = rows.lse[i / 2 % 2];
-        s[i] = rows.is_large ? weight(s[i], scale, lse)
-                             : exp2_approx(fmaf(s[i], scale_log2, -lse));
-    }
-}
-
-// P becomes dS = P (dP - delta); delta(j, x) reads delta of the pair j of the lane's queries.
-template <class Delta>
-__device__ __forceinline__ void multiply_by_dp(
-    float (&p)[S_REGS], const float (&dp)[S_REGS], Delta delta) {
-    #pragma unroll
-    for (int j = 0; j < S_REGS / 4; ++j) {
-        float x[4];
-        delta(j, x);
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) p[j * 4 + i] *= dp[j * 4 + i] - x[i];
-    }
-}
-
+// The iterations of the score warpgroup. S^T and dP^T: 64 keys by 64 queries, in every pass.
 __device__ __forceinline__ void compute_weights(
     const Arguments& args, SharedPlan& shared, const Work& work) {
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
-    const int lane_row = warp_row + lane / 4, first_column = lane % 4 * 2;
-    const float scale = static_cast<float>(args.arrays.scale), scale_log2 = scale * LOG2_E;
+    const int first_column = lane % 4 * 2;                  // the lane's first query in a tile
+    const float scale = static_cast<float>(args.arrays.scale);
+    const float scale_log2 = LINEAR ? scale * LOG2_E : LOG2_E;
+    const PairMask pair_mask(args, work.batch);
+    Dropout<float> dropout(args);
+    dropout.set_sequence(number_of(work.sequence));
     float s[S_REGS], dp[S_REGS];
     ScoreRing::State chunk;
     PipelineState<WEIGHT_STAGES> stats, stage;
     mbarrier_wait(shared_address(&shared.rows_full), 0);
-    RowPairStats rows = {};
-    if constexpr (OF_QUERIES) rows = stats_of_rows(shared.rows[0], lane_row);
 
-    work.for_each([&](int, int tile) {
-        gemm_by_chunks<Element, 1, HEAD_DIM, SCORE_CHUNK>(
-            s, descriptor(shared_address(&shared.first), 0), shared.chunks,
-            shared.chunk_barriers, chunk, lane);
+    work.for_each([&](int head, int tile) {
+        const int q_start = work.q_start(tile), first_key = work.k_start(tile) + warp_row + lane / 4;
+        gemm_by_chunks<Element, 1, HEAD_DIM, SCORE_CHUNK, OF_QUERIES>(
+            s, shared_address(&shared.first), shared.chunks, shared.chunk_barriers, chunk, lane);
+        const QueryRows& rows = shared.rows[OF_QUERIES ? 0 : stats.index];
+        const bool is_cut = !work.is_full(tile), has_boundary = SKIPS_TILES;
+        const MaskBounds bounds(work.mask, {}, first_key);
+        LanePairs pairs = {PACKED ? number_of(work.sequence) : work.batch,
+                           OF_QUERIES ? work.head : head, q_start + first_column, first_key,
+                           q_start + first_column + work.mask.seqlen_k - work.mask.seqlen_q
+                               - first_key,
+                           work.mask.seqlen_q, work.mask.seqlen_k};
+        compute_bits(pairs, args, dropout, pair_mask, work.mask, rows, is_cut, has_boundary);
+        load_biases(pairs, args);
         if constexpr (HAS_DP)
-            gemm_by_chunks<Element, 1, HEAD_DIM_V, SCORE_CHUNK>(
-                dp, descriptor(shared_address(&shared.second), 0), shared.chunks,
-                shared.chunk_barriers, chunk, lane);
-        if constexpr (OF_QUERIES) {
-            exponentiate_rows(s, rows, scale, scale_log2);
-            multiply_by_dp(s, dp, [&](int, float (&x)[4]) {
-                x[0] = x[1] = rows.delta[0];
-                x[2] = x[3] = rows.delta[1];
-            });
-            if (!work.is_full(tile))
-                apply_mask(s, work.mask, work.start + lane_row, tile * TILE, 0.0f);
-        } else {
-            const LaneRows<> columns(shared.rows[stats.index], first_column);
-            exponentiate(s, columns, scale_log2);
-            if constexpr (HAS_DP)
-                multiply_by_dp(s, dp, [&](int j, float (&x)[4]) {
-                    float pair[2];
-                    columns.delta.read(columns.delta.address(), j, pair);
-                    x[0] = x[2] = pair[0];
-                    x[1] = x[3] = pair[1];
-                });
+            gemm_by_chunks<Element, 1, HEAD_DIM_V, SCORE_CHUNK, OF_QUERIES>(
+                dp, shared_address(&shared.second), shared.chunks, shared.chunk_barriers, chunk,
+                lane);
+
+        const ZeroMasked<false> zero_masked{
+            work.mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
+        const LaneRows<> lane_rows(rows, first_column);
+        float derivatives[S_REGS];
+        u32 weights[S_REGS / 2];
+        compute_p(s, derivatives, weights, lane_rows, scale_log2, args, pairs, dropout,
+                  zero_masked, is_cut || has_boundary);
+        if constexpr (HAS_DP) {
+            u32 ds[S_REGS / 2];
+            compute_ds(ds, dp, derivatives, s, weights, lane_rows, args, pairs, dropout,
+                       zero_masked);
+            #pragma unroll
+            for (int i = 0; i < S_REGS / 2; ++i) weights[i] = ds[i];
+        }
+        if constexpr (!OF_QUERIES) {
             __syncwarp();                                   // all lanes have read the statistics
             mbarrier_arrive_if(lane == 0, barrier_at(shared.stats_empty, stats.index));
             stats.next();
-            if (!work.is_full(tile))
-                zero_masked_queries(
-                    s, work.mask, work.start + lane_row, tile * TILE + first_column);
         }
-        u32 packed[S_REGS / 2];
-        pack_pairs<Element>(packed, s);
         mbarrier_wait(barrier_at(shared.weights_empty, stage.index), stage.phase ^ 1);
         publish(shared_address(&shared.weights[stage.index]),
-                barrier_at(shared.weights_full, stage.index), packed, warp_row, lane);
+                barrier_at(shared.weights_full, stage.index), weights, warp_row, lane);
         stage.next();
     });
 }
@@ -349,7 +312,7 @@ __device__ __forceinline__ void compute_half(
     const int count = work.num_visits();
     for (int i = 0; i < count; ++i, stage.next()) {
         pipeline_wait(shared_address(&shared.weights_full), stage);
-        gradient.add_product(
+        gradient.template add_product<OF_QUERIES>(
             advance(weights, stage.index * static_cast<int>(sizeof(shared.weights[0]))), i > 0,
             Element{});
         mbarrier_arrive_if(lane == 0, barrier_at(shared.weights_empty, stage.index));

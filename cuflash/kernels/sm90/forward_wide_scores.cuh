@@ -26,7 +26,6 @@ struct ScoreWarpgroup {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 % ROLE_WARPS * 16, lane_row = warp_row + lane / 4;
     const float scale_log2 = exponent_scale<LINEAR>(args.arrays.scale);
-    const u64 q_desc = descriptor(shared_address(&shared.q), 0);
 
     ScoreMod<float> score_mod{args};
     Dropout<float> dropout{args};
@@ -78,7 +77,7 @@ struct ScoreWarpgroup {
     template <bool IS_MASKED> __device__ __forceinline__ void iteration(int tile) {
         const bool is_last = tile == visited.first;
         gemm_by_chunks<Element, NEGATE_SCORES ? -1 : 1, HEAD_DIM, sum_chunk(HEAD_DIM)>(
-            s, q_desc, shared.k, shared.k_barriers, k, lane);
+            s, shared_address(&shared.q), shared.k, shared.k_barriers, k, lane);
         if (is_last) mbarrier_arrive_if(lane == 0, shared_address(shared.q_empty));
         if constexpr (!LINEAR)
             apply_score_mod<false>(s, score_mod, shared, false, shape.seqlen_k - shape.seqlen_q,

@@ -8,10 +8,9 @@
 
 __device__ __forceinline__ int lane_key(int k_start) { return k_start + threadIdx.x % 4 * 2; }
 
-// S = -inf, or `masked`, where the causal mask, the window or the end of the keys masks a pair.
+// S = -inf where the causal mask, the window or the end of the keys masks a pair.
 __device__ __forceinline__ void apply_mask(
-    float (&s)[S_COUNT], const Mask<CAUSAL, WINDOW>& mask, int first_row, int k_start,
-    float masked_score = -infinity()) {
+    float (&s)[S_COUNT], const Mask<CAUSAL, WINDOW>& mask, int first_row, int k_start) {
     const int first_key = lane_key(k_start);
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -28,7 +27,7 @@ __device__ __forceinline__ void apply_mask(
             #pragma unroll
             for (int i = word * 32; i < min(word * 32 + 32, S_COUNT / 2); ++i)
                 if ((visible >> i % 32 & 1) == 0)
-                    s[i / 2 * 4 + half * 2 + i % 2] = masked_score;
+                    s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
         }
     }
 }

@@ -68,21 +68,26 @@ __device__ __forceinline__ void load_chunks(
 
 // ---- Score warpgroup ----
 
-// D = SIGN A B^T over COLUMNS columns; A has 64 rows. B's chunks are released when their MMAs are
-// done.
-template <typename Element, int SIGN, int COLUMNS, int CHUNK, class Ring, int COUNT>
+// D = SIGN A B^T over COLUMNS columns; A has 64 rows. One of them, the rows at `kept`, is whole, the
+// other (A if CHUNKS_OF_A) comes in chunks, which are released when their MMAs are done.
+template <typename Element, int SIGN, int COLUMNS, int CHUNK, bool CHUNKS_OF_A = false, class Ring,
+          int COUNT>
 __device__ __forceinline__ void gemm_by_chunks(
-    float (&d)[COUNT], u64 a, Ring& ring, typename Ring::Barriers& barriers,
+    float (&d)[COUNT], u32 kept, Ring& ring, typename Ring::Barriers& barriers,
     typename Ring::State& stage, int lane) {
-    const u64 b = descriptor(shared_address(&ring.stages), 0);
+    const u64 whole = descriptor(kept, 0);
+    const u64 chunks = descriptor(shared_address(&ring.stages), 0);
     #pragma unroll
     for (int chunk = 0; chunk < COLUMNS / CHUNK; ++chunk) {
         mbarrier_wait(barrier_at(barriers.full, stage.index), stage.phase);
         if (chunk == 0) warpgroup_fence_operand(d);
         wgmma_fence();
-        gemm_abt_ss<Element, SIGN, WGMMA_M, Ring::ROWS, CHUNK>(
-            d, advance(a, chunk * num_panels(CHUNK) * WGMMA_M * PANEL_ROW_BYTES),
-            advance(b, stage.index * static_cast<int>(sizeof(ring.stages[0]))), chunk > 0);
+        const u64 x = advance(whole, chunk * num_panels(CHUNK) * WGMMA_M * PANEL_ROW_BYTES);
+        const u64 y = advance(chunks, stage.index * static_cast<int>(sizeof(ring.stages[0])));
+        if constexpr (CHUNKS_OF_A)
+            gemm_abt_ss<Element, SIGN, Ring::ROWS, WGMMA_M, CHUNK>(d, y, x, chunk > 0);
+        else
+            gemm_abt_ss<Element, SIGN, WGMMA_M, Ring::ROWS, CHUNK>(d, x, y, chunk > 0);
         wgmma_commit();
         if (chunk > 0) {
             wgmma_wait<1>();
@@ -115,8 +120,9 @@ template <int COLUMNS, class Ring> struct ColumnHalf {
         Sums& sums, Ring& ring, typename Ring::Barriers& barriers, int first_column)
         : sums(sums), ring(ring), barriers(barriers), first_column(first_column) {}
 
-    // sums += W B, or sums = W B if not `accumulate`; W is a tile of 64 rows.
-    template <typename Element>
+    // sums += W B, or sums = W B if not `accumulate`; W is a tile of 64 rows, or of 64 columns that
+    // are its transpose's rows.
+    template <bool TRANSPOSED = false, typename Element>
     __device__ __forceinline__ void add_product(u64 w, bool accumulate, Element) {
         const u64 b = descriptor(shared_address(&ring.stages), Ring::ROWS * PANEL_ROW_BYTES);
         #pragma unroll
@@ -124,9 +130,12 @@ template <int COLUMNS, class Ring> struct ColumnHalf {
             mbarrier_wait(barrier_at(barriers.full, stage.index), stage.phase);
             if (chunk == 0) fence_operands();
             wgmma_fence();
-            gemm_ab_ss<Element, Ring::ROWS>(
-                sums[chunk], w,
-                advance(b, stage.index * static_cast<int>(sizeof(ring.stages[0]))), accumulate);
+            const u64 of_chunk =
+                advance(b, stage.index * static_cast<int>(sizeof(ring.stages[0])));
+            if constexpr (TRANSPOSED)
+                gemm_atb_ss<Element, Ring::ROWS>(sums[chunk], w, of_chunk, accumulate);
+            else
+                gemm_ab_ss<Element, Ring::ROWS>(sums[chunk], w, of_chunk, accumulate);
             wgmma_commit();
             if (chunk > 0) {
                 wgmma_wait<1>();
