@@ -10,9 +10,9 @@ from .rounding import ceil_div, round_up
 from .sm90 import forward_plan, head_dims, is_wide, small_bytes, sum_chunk
 from .steps import (
     is_linear,
+    is_packed,
     kernel_of,
     run_tiles,
-    skips_tiles,
     tile_bytes,
 )
 
@@ -28,10 +28,7 @@ _LEAST_K_STAGES = 2
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    """Whether the kernel supports the problem.
-
-    It visits all key tiles between two bounds.
-    """
+    """Whether the kernel supports the problem."""
     return (
         device.arch == "sm_90a"
         and is_wide(problem)
@@ -39,7 +36,7 @@ def runs(problem: Problem, device: Device) -> bool:
         and problem.head_dim <= _MOST_HEAD_DIM
         and problem.head_dim_v <= _MOST_HEAD_DIM_V
         and problem.seqlen_k > 0
-        and not (problem.mask or skips_tiles(problem))
+        and not (problem.mask_mod is not None and is_packed(problem))
     )
 
 

@@ -10,8 +10,8 @@
 // another's results, so all gradients are the same in every run, and no sums stand in memory.
 //
 // A block has 64 rows of Q and dO (DQ) or of K and V, which stay in shared memory; it visits tiles
-// of 64 keys or queries. Scores are S^T and dP^T in every pass, as in sm90/backward.cu, whose options
-// these are. Roles (wide_heads.cuh):
+// of 64 keys or queries. Scores are S^T and dP^T in every pass, as in sm90/backward.cu, whose
+// options these are. Roles (wide_heads.cuh):
 //     0, producer    a thread each loads the rows; what S and dP read of the visited tiles; the two
 //                    halves of what the gradient sums
 //     1, scores      S, dP; the weights P or dS, which go to shared memory
@@ -29,8 +29,8 @@
 // DBIAS and DMOD in one pass alone.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
-// Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums. Tiles
-// that segment ids or the user's mask hide are not skipped.
+// Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums.
+// Tiles that segment ids or the user's mask hide are not skipped.
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_roles.cuh"
 #include "sm90/semaphores.cuh"
@@ -242,7 +242,8 @@ __device__ __forceinline__ void compute_weights(
     mbarrier_wait(shared_address(&shared.rows_full), 0);
 
     work.for_each([&](int head, int tile) {
-        const int q_start = work.q_start(tile), first_key = work.k_start(tile) + warp_row + lane / 4;
+        const int q_start = work.q_start(tile);
+        const int first_key = work.k_start(tile) + warp_row + lane / 4;
         gemm_by_chunks<Element, 1, HEAD_DIM, SCORE_CHUNK, OF_QUERIES>(
             s, shared_address(&shared.first), shared.chunks, shared.chunk_barriers, chunk, lane);
         const QueryRows& rows = shared.rows[OF_QUERIES ? 0 : stats.index];

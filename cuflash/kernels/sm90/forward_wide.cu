@@ -28,13 +28,13 @@
 //     L2               128 KB for 8.4 MFLOP: 600 TFLOP/s read 9.4 TB/s
 //     registers        acc: 128 of 160 per thread
 //
-// Bad at: only 64 queries share a load of K and V.
+// Bad at: only 64 queries share a load of K and V. Key tiles that segment ids or the user's mask
+// hide are not skipped.
 //
 // Grid: as sm90/forward.cu's. Block: 4 warpgroups.
 //
 // Constants: as sm90/forward.cu's, but HEAD_DIM and HEAD_DIM_V multiples of 64, BLOCK_Q 64,
-// Q_STAGES 1; KV_STAGES of K's chunks, STAGES of the chunks of each half of V. No options for which
-// SPARSE_TILES is set.
+// Q_STAGES 1; KV_STAGES of K's chunks, STAGES of the chunks of each half of V.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 #include "common/long_sums.cuh"
 #include "sm90/forward_query_producer.cuh"
@@ -73,7 +73,7 @@ __device__ __forceinline__ void for_each_key_tile(
 
 __device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& shared) {
     KeyRing::State stage;
-    for_each_key_tile<PACKED>(args, shared, [&](int k_start, int kv_head, int batch) {
+    for_each_key_tile<DYNAMIC_SCHEDULER>(args, shared, [&](int k_start, int kv_head, int batch) {
         load_chunks<HEAD_DIM, sum_chunk(HEAD_DIM)>(
             shared.k, shared.k_barriers, stage, args.k_map, 0, k_start, kv_head, batch);
     });

@@ -1,8 +1,10 @@
 // The score warpgroup of forward_wide.cu: S, the online softmax, P and lse of 64 queries.
 #pragma once
+#include "sm90/forward_boolean_mask.cuh"
 #include "sm90/forward_epilogue.cuh"
 #include "sm90/forward_scheduler.cuh"
 #include "sm90/forward_scores.cuh"
+#include "sm90/forward_user_mask.cuh"
 #include "sm90/forward_wide_shared.cuh"
 
 // A thread's share of the matrices; not members of ScoreWarpgroup, as in forward_consumer.cuh.
@@ -29,6 +31,10 @@ struct ScoreWarpgroup {
 
     ScoreMod<float> score_mod{args};
     Dropout<float> dropout{args};
+    PairMask pairs{args, 0};
+    MaskTile mask_tile;                                     // with HAS_MASK
+    UserMaskTile user_mask;                                 // with MASK_MOD
+    int row_ids[2];                                         // of the lane's rows, with SEGMENTS
     PipelineState<1> q;
     KeyRing::State k;
     PipelineState<P_STAGES> p;
@@ -61,21 +67,34 @@ struct ScoreWarpgroup {
                 args, number_of(work), work.head, shape.seqlen_q, shape.seqlen_k);
         dropout.set_head(work.batch, work.head);
         dropout.set_sequence(number_of(work));
+        pairs.set_head(work.head);
+        if constexpr (PAIRWISE) pairs.batch = work.batch;
+        if constexpr (HAS_MASK) mask_tile.begin_rows(pairs);
+        if constexpr (SEGMENTS)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                row_ids[half] = pairs.id_of_query(min(first_row + half * 8, shape.seqlen_q - 1));
         return true;
     }
 
     // The key tiles of the query tile, from the last to the first.
     __device__ __forceinline__ void main_loop() {
         const int first_full = WINDOW ? visited.first_full : 0;
+        const int end_full = PAIRWISE ? visited.first : max(visited.num_full, visited.first);
         int tile = visited.num_visited - 1;
-        for (; tile >= max(visited.num_full, visited.first); --tile) iteration<true>(tile);
-        for (; tile >= first_full; --tile) iteration<false>(tile);
-        if constexpr (WINDOW)
+        for (; tile >= end_full; --tile) iteration<true>(tile);
+        if constexpr (!PAIRWISE)
+            for (; tile >= first_full; --tile) iteration<false>(tile);
+        if constexpr (WINDOW && !PAIRWISE)
             for (; tile >= visited.first; --tile) iteration<true>(tile);
     }
 
     template <bool IS_MASKED> __device__ __forceinline__ void iteration(int tile) {
         const bool is_last = tile == visited.first;
+        if constexpr (HAS_MASK)
+            mask_tile.load(pairs, first_row, shape.seqlen_k, tile, tile - 1);
+        if constexpr (MASK_MOD)
+            user_mask.load(args, shared.work_tiles[work_slot(q)], warp_row, tile);
         gemm_by_chunks<Element, NEGATE_SCORES ? -1 : 1, HEAD_DIM, sum_chunk(HEAD_DIM)>(
             s, shared_address(&shared.q), shared.k, shared.k_barriers, k, lane);
         if (is_last) mbarrier_arrive_if(lane == 0, shared_address(shared.q_empty));
@@ -84,7 +103,7 @@ struct ScoreWarpgroup {
                                    first_row, tile * BLOCK_K);
         bool keeps_max = false;
         if constexpr (MAY_KEEP_MAX) keeps_max = may_keep_max(s, rows, scale_log2, PlainScore{});
-        if constexpr (IS_MASKED) apply_mask(s, mask, first_row, tile * BLOCK_K);
+        if constexpr (IS_MASKED) mask_scores(tile);
         if (keeps_max) {
             softmax_with_old_max(s, rows, scale_log2, PlainScore{});
             rescale[0] = rescale[1] = 1.0f;
@@ -93,6 +112,29 @@ struct ScoreWarpgroup {
         }
         if constexpr (DROPOUT) apply_dropout(s, dropout, first_row, tile * BLOCK_K);
         publish(is_last);
+    }
+
+    __device__ __forceinline__ void mask_scores(int tile) {
+        if constexpr (SEGMENTS) mask_other_segments(tile);
+        if constexpr (HAS_MASK) mask_tile.apply(s);
+        if constexpr (MASK_MOD) user_mask.apply(s);
+        if (!PAIRWISE || !visited.full(tile)) apply_mask(s, mask, first_row, tile * BLOCK_K);
+    }
+    // Reads the keys' segment ids, unless the query tile and the key tile have one and the same.
+    __device__ __forceinline__ void mask_other_segments(int tile) {
+        const IdRange of_keys = pairs.ids_of_keys(tile);
+        const IdRange of_queries =
+            pairs.ids_of_queries(shared.work_tiles[work_slot(q)].q_start / BLOCK_Q);
+        if (of_keys.low == of_keys.high && of_queries.low == of_queries.high
+            && of_keys.low == of_queries.low) return;
+        #pragma unroll
+        for (int i = 0; i < S_COUNT / 2; ++i) {
+            const int key = lane_key(tile * BLOCK_K) + i / 2 * 8 + i % 2;
+            const int id = pairs.id_of_key(min(key, shape.seqlen_k - 1));
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (id != row_ids[half]) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+        }
     }
 
     // P and the rows' factors, for the value warpgroups; with a query tile's last key tile also the

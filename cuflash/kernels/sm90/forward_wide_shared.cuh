@@ -17,7 +17,6 @@ static_assert(BLOCK_Q == WGMMA_M && Q_STAGES == 1, "a warpgroup's MMA has 64 row
 static_assert(HEAD_DIM % PANEL_COLUMNS == 0 && HEAD_DIM <= 576, "whole panels");
 static_assert(HEAD_DIM_V % PANEL_COLUMNS == 0, "whole panels");
 static_assert(HEAD_DIM_V >= 128 && HEAD_DIM_V <= 512, "halves of up to 256 columns");
-static_assert(!SPARSE_TILES, "the key tiles of a query tile follow from its position");
 
 // What comes with P of a key tile: the factors of acc's rows before P V is added and, with a query
 // tile's last key tile, those in the end. max_scaled: as in RowState, with RUN_TILES.
