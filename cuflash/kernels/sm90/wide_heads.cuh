@@ -68,8 +68,8 @@ __device__ __forceinline__ void load_chunks(
 
 // ---- Score warpgroup ----
 
-// D = SIGN A B^T over COLUMNS columns; A has 64 rows. One of them, at `kept`, is whole, the other (A
-// if CHUNKS_OF_A) comes in chunks, which are released when their MMAs are done.
+// D = SIGN A B^T over COLUMNS columns; A has 64 rows. One of them, at `kept`, is whole, the other
+// (A if CHUNKS_OF_A) comes in chunks, which are released when their MMAs are done.
 template <typename Element, int SIGN, int COLUMNS, int CHUNK, bool CHUNKS_OF_A = false, class Ring,
           int COUNT>
 __device__ __forceinline__ void gemm_by_chunks(
