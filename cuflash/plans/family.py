@@ -115,7 +115,7 @@ def _derivative_family(
 
 def maker_of(problem: Problem, family: str) -> Maker:
     """What plans a family's kernels for the problem's direction."""
-    if family == "sm90" and sm90.is_wide(problem):
+    if family == "sm90" and sm90.has_wide_heads(problem):
         return _WIDE_MAKERS[problem.direction]
     return _MAKERS[family][problem.direction]
 
@@ -161,9 +161,9 @@ def _family_of(
             f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
             " it out"
         )
-    by_tensor_cores = wanted != "sm80" and _has_sixteen_bits(problem)
+    has_16_bits = _has_sixteen_bits(problem)
     by_wgmma = any(x.runs(problem, device) for x in _WIDE_PLANNERS)
-    if by_tensor_cores and by_wgmma:
+    if has_16_bits and by_wgmma and wanted != "sm80":
         return "sm90"
     if _is_wide(problem):
         # Few tiles fit: use fma only if both directions have one.

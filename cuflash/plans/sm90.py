@@ -86,7 +86,7 @@ _SEQUENCE_BYTES = 6 * 4  # common/packed_sequences.cuh's Sequence
 
 def head_dims(problem: Problem) -> tuple[int, int]:
     """The head dimensions, rounded up to supported ones: see `runs`."""
-    if is_wide(problem):
+    if has_wide_heads(problem):
         # Whole panels, at least one for each half of a result's columns.
         least = 2 * _PANEL_COLUMNS
         d, dv = (
@@ -101,7 +101,7 @@ def head_dims(problem: Problem) -> tuple[int, int]:
     return d, dv
 
 
-def is_wide(problem: Problem) -> bool:
+def has_wide_heads(problem: Problem) -> bool:
     """Whether kernels for wide heads are for the problem's head dimensions.
 
     sm90/forward_wide.cu and backward_passes.cu.

@@ -13,8 +13,8 @@ from .rounding import round_up
 from .sm90 import (
     MBARRIER_BYTES,
     buffers_of_options,
+    has_wide_heads,
     head_dims,
-    is_wide,
     rows_kernel,
     score_bends,
     scores_twice,
@@ -56,7 +56,7 @@ def runs(problem: Problem, device: Device) -> bool:
     return (
         device.arch == "sm_90a"
         and problem.direction == "backward"
-        and is_wide(problem)
+        and has_wide_heads(problem)
         and max(problem.head_dim, problem.head_dim_v) <= _MOST_HEAD_DIM
         and problem.seqlen_k > 0
         and not (problem.mask_mod is not None and is_packed(problem))

@@ -7,7 +7,13 @@ from cuflash.request.problem import Problem
 
 from .kernel import Device, Maker, Plan, shared_bytes_of_block
 from .rounding import ceil_div, round_up
-from .sm90 import forward_plan, head_dims, is_wide, small_bytes, sum_chunk
+from .sm90 import (
+    forward_plan,
+    has_wide_heads,
+    head_dims,
+    small_bytes,
+    sum_chunk,
+)
 from .steps import (
     is_linear,
     is_packed,
@@ -31,7 +37,7 @@ def runs(problem: Problem, device: Device) -> bool:
     """Whether the kernel supports the problem."""
     return (
         device.arch == "sm_90a"
-        and is_wide(problem)
+        and has_wide_heads(problem)
         and problem.direction == "forward"
         and problem.head_dim <= _MOST_HEAD_DIM
         and problem.head_dim_v <= _MOST_HEAD_DIM_V

@@ -17,7 +17,9 @@ from helpers.checks import (
 from helpers.compare import assert_bitwise
 from helpers.data import Case, Emulation, inputs
 from helpers.kernels import small_problem
-from helpers.option_cases import sizes
+from helpers.option_cases import ALL, sizes
+from helpers.variants import VARIANTS, case_of
+from helpers.variants import check_gradients as check_variant
 
 HOPPER = Emulation("sm_90a")
 CAUSAL = Case(
@@ -60,6 +62,24 @@ def test_windows(backend, window):
     check_gradients(backend, case)
 
 
+OPTIONS = {
+    "scores": {
+        "softcap": 20.0, "dropout": 0.3,
+        "arrays_of": ("alibi_slopes", "bias", "sink"),
+    },
+    "segments": {"arrays_of": ("segment_ids_k", "segment_ids_q")},
+    "mask": {"arrays_of": ("mask",)},
+    "all": ALL,
+}  # fmt: skip
+
+
+@on_kernels
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(backend, name):
+    """dbias and dsink as well."""
+    check_gradients(backend, replace(CAUSAL, **OPTIONS[name]))
+
+
 @on_kernels
 @pytest.mark.parametrize("values", ["rising", "punishing"])
 def test_weights_of_one_key(backend, values):
@@ -71,6 +91,13 @@ def test_weights_of_one_key(backend, values):
 def test_scales(backend, scale):
     """With the larger one, lse is too large for the fused exponent."""
     check_gradients(backend, replace(CAUSAL, scale=scale))
+
+
+@on_kernels
+def test_expressions(backend):
+    check_variant(
+        backend, case_of(head_dim=300, batch=1), VARIANTS["documents"]
+    )
 
 
 @on_kernels

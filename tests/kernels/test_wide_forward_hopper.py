@@ -10,7 +10,9 @@ from helpers.backends import EMULATED, on_kernels
 from helpers.checks import check_forward, check_packed
 from helpers.data import Case, Emulation
 from helpers.kernels import small_problem
-from helpers.option_cases import sizes
+from helpers.option_cases import ALL, sizes
+from helpers.variants import VARIANTS, case_of
+from helpers.variants import check_forward as check_variant
 
 # Each block has several query tiles.
 HOPPER = Emulation("sm_90a", num_sms=2)
@@ -81,13 +83,28 @@ def test_negative_scale(backend):
     check_forward(backend, replace(CAUSAL, scale=-0.1))
 
 
+OPTIONS = {
+    "scores": {
+        "window": (90, 0), "softcap": 20.0, "dropout": 0.3,
+        "arrays_of": ("alibi_slopes_of_batches", "bias", "sink"),
+    },
+    "segments": {"arrays_of": ("segment_ids_k", "segment_ids_q")},
+    "mask": {"arrays_of": ("mask",), "window": (60, 60), "causal": False},
+    "all": ALL,
+}  # fmt: skip
+
+
 @on_kernels
-def test_options(backend):
-    case = replace(
-        CAUSAL, window=(90, 0), softcap=20.0, dropout=0.3,
-        arrays_of=("alibi_slopes_of_batches", "bias", "sink"),
-    )  # fmt: skip
-    check_forward(backend, case)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(backend, name):
+    check_forward(backend, replace(CAUSAL, **OPTIONS[name]))
+
+
+@on_kernels
+def test_expressions(backend):
+    """The tile's flags tell nothing here: each pair is asked."""
+    case = case_of(head_dim=300, batch=1)
+    check_variant(backend, case, VARIANTS["capped odd"])
 
 
 @on_kernels

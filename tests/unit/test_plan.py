@@ -218,16 +218,12 @@ def test_wide_heads(direction, dtype, arch, wanted):
         assert any(family in kernel.file for kernel in decided.kernels)
 
 
-@pytest.mark.parametrize(
-    ("direction", "changes"),
-    [
-        *(("forward", x) for x in ({"mask": True}, {"segment_ids": True})),
-        *(("backward", x) for x in ({"softcap": 9.0}, {"sink": True})),
-    ],
-)
-def test_wide_heads_that_wgmma_does_not_run(direction, changes):
-    problem = small_problem(direction, "float16", 512, **changes)
-    assert plan(problem, device_of_arch("sm_90a")).family == "simt"
+@pytest.mark.parametrize("option", [None, "mask", "segment_ids", "sink"])
+@both_directions
+def test_options_of_wide_heads_run_by_wgmma(direction, option):
+    asked = {} if option is None else {option: True}
+    problem = small_problem(direction, "float16", 512, **asked)
+    assert plan(problem, device_of_arch("sm_90a")).family == "sm90"
 
 
 @pytest.mark.parametrize(
