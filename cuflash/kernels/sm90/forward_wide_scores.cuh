@@ -115,25 +115,27 @@ struct ScoreWarpgroup {
     }
 
     __device__ __forceinline__ void mask_scores(int tile) {
-        if constexpr (SEGMENTS) mask_other_segments(tile);
+        mask_other_segments(tile);
         if constexpr (HAS_MASK) mask_tile.apply(s);
         if constexpr (MASK_MOD) user_mask.apply(s);
         if (!PAIRWISE || !visited.full(tile)) apply_mask(s, mask, first_row, tile * BLOCK_K);
     }
     // Reads the keys' segment ids, unless the query tile and the key tile have one and the same.
     __device__ __forceinline__ void mask_other_segments(int tile) {
-        const IdRange of_keys = pairs.ids_of_keys(tile);
-        const IdRange of_queries =
-            pairs.ids_of_queries(shared.work_tiles[work_slot(q)].q_start / BLOCK_Q);
-        if (of_keys.low == of_keys.high && of_queries.low == of_queries.high
-            && of_keys.low == of_queries.low) return;
-        #pragma unroll
-        for (int i = 0; i < S_COUNT / 2; ++i) {
-            const int key = lane_key(tile * BLOCK_K) + i / 2 * 8 + i % 2;
-            const int id = pairs.id_of_key(min(key, shape.seqlen_k - 1));
+        if constexpr (SEGMENTS) {
+            const IdRange of_keys = pairs.ids_of_keys(tile);
+            const IdRange of_queries =
+                pairs.ids_of_queries(shared.work_tiles[work_slot(q)].q_start / BLOCK_Q);
+            if (of_keys.low == of_keys.high && of_queries.low == of_queries.high
+                && of_keys.low == of_queries.low) return;
             #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (id != row_ids[half]) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+            for (int i = 0; i < S_COUNT / 2; ++i) {
+                const int key = lane_key(tile * BLOCK_K) + i / 2 * 8 + i % 2;
+                const int id = pairs.id_of_key(min(key, shape.seqlen_k - 1));
+                #pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    if (id != row_ids[half]) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
+            }
         }
     }
 
