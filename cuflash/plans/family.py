@@ -26,7 +26,9 @@ from cuflash.plans import (
     sm80,
     sm80_derivatives,
     sm90,
+    sm90_backward_passes,
     sm90_double_backward,
+    sm90_forward_wide,
     sm90_jvp,
     tiles,
 )
@@ -75,6 +77,13 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     "simt": _makers("simt", simt, simt_derivatives),
 }
 
+# What plans sm90's kernels for head dimensions above 256.
+_WIDE_PLANNERS = sm90_forward_wide, sm90_backward_passes
+_WIDE_MAKERS = {
+    "forward": sm90_forward_wide.FORWARD,
+    "backward": sm90_backward_passes.BACKWARD,
+}
+
 # Whether sm90's kernels support a problem; `sm90.runs` in other directions.
 _SM90_RUNS = {
     "jvp": sm90.runs_derivatives,
@@ -119,6 +128,8 @@ def _derivative_family(
 
 def maker_of(problem: Problem, family: str) -> Maker:
     """What plans a family's kernels for the problem's direction."""
+    if family == "sm90" and sm90.has_wide_heads(problem):
+        return _WIDE_MAKERS[problem.direction]
     return _MAKERS[family][problem.direction]
 
 
@@ -163,6 +174,10 @@ def _family_of(
             f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
             " it out"
         )
+    has_16_bits = _has_sixteen_bits(problem)
+    by_wgmma = any(x.runs(problem, device) for x in _WIDE_PLANNERS)
+    if has_16_bits and by_wgmma and wanted != "sm80":
+        return "sm90"
     if is_wide(problem):
         return _wide_family(problem, device)
     if not _has_sixteen_bits(problem):

@@ -20,6 +20,7 @@ from .kernel import (
 )
 from .rounding import ceil_div, round_up
 from .steps import (
+    MAX_OF_TENSOR_CORES,
     ROW_THREADS,
     count_mask_words,
     count_tiles,
@@ -85,11 +86,35 @@ _SEQUENCE_BYTES = 6 * 4  # common/packed_sequences.cuh's Sequence
 
 def head_dims(problem: Problem) -> tuple[int, int]:
     """The head dimensions, rounded up to supported ones: see `runs`."""
+    if has_wide_heads(problem):
+        # Whole panels, at least one for each half of a result's columns.
+        least = 2 * _PANEL_COLUMNS
+        d, dv = (
+            max(round_up(x, _PANEL_COLUMNS), least)
+            for x in (problem.head_dim, problem.head_dim_v)
+        )
+        return d, dv
     d, dv = (
         next(x for x in _HEAD_DIMS[problem.direction] if x >= d)
         for d in (problem.head_dim, problem.head_dim_v)
     )
     return d, dv
+
+
+def has_wide_heads(problem: Problem) -> bool:
+    """Whether kernels for wide heads are for the problem's head dimensions.
+
+    sm90/forward_wide.cu and backward_passes.cu.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    has_kernels = problem.direction in ("forward", "backward")
+    return has_kernels and widest > MAX_OF_TENSOR_CORES
+
+
+def sum_chunk(columns: int) -> int:
+    """sm90/wide_heads.cuh's sum_chunk()."""
+    panels = columns // _PANEL_COLUMNS
+    return _PANEL_COLUMNS * (2 if panels % 2 == 0 else 1)
 
 
 def runs(problem: Problem, device: Device) -> bool:
@@ -100,7 +125,7 @@ def runs(problem: Problem, device: Device) -> bool:
     """
     if problem.mask_mod is not None and is_packed(problem):
         return False
-    if _score_bends(problem) and has_integer_dq(problem):
+    if score_bends(problem) and has_integer_dq(problem):
         return False
     return (
         device.arch == "sm_90a"
@@ -130,21 +155,24 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
     queries = tile_bytes(tile.block_q, max(d, dv))
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     barriers = 2 * q_stages + 4 * tile.num_stages  # full and empty: q; k, v
-    works, work = max(q_stages, 2), _WORK_BYTES
-    if is_packed(problem):
-        work += _SEQUENCE_BYTES
-    if _has_dynamic_scheduler(problem):
-        barriers += works + 1  # full and requested
     return round_up(
         q_stages * queries
         + tile.num_stages * keys
-        + round_up(works * work + barriers * MBARRIER_BYTES, 16)
+        + small_bytes(problem, max(q_stages, 2), barriers)
         + (_biases_bytes(tile) if _has_staged_bias(problem) else 0)
         + (4 * tile.num_stages if _has_sparse_tiles(problem) else 4)
         + (_ids_bytes(tile) if problem.segment_ids else 0)
         + (_slopes_bytes(tile) if _has_alibi_mma(problem) else 0),
         1024,
     )
+
+
+def small_bytes(problem: Problem, works: int, barriers: int) -> int:
+    """Bytes of as many work tiles, with their barriers, and others."""
+    work = _WORK_BYTES + (_SEQUENCE_BYTES if is_packed(problem) else 0)
+    if _has_dynamic_scheduler(problem):
+        barriers += works + 1  # full and requested
+    return round_up(works * work + barriers * MBARRIER_BYTES, 16)
 
 
 def _has_staged_bias(problem: Problem) -> bool:
@@ -187,7 +215,7 @@ def _has_dynamic_scheduler(problem: Problem) -> bool:
     return is_packed(problem) or skips_tiles(problem)
 
 
-def _score_bends(problem: Problem) -> bool:
+def score_bends(problem: Problem) -> bool:
     """Whether the user's function of a score has a slope other than 1."""
     if problem.score_mod is None:
         return False
@@ -196,10 +224,10 @@ def _score_bends(problem: Problem) -> bool:
 
 def _bends(problem: Problem) -> bool:
     """sm90/backward_constants.cuh's SCORES_BEND."""
-    return "bends" in acts(problem) or _score_bends(problem)
+    return "bends" in acts(problem) or score_bends(problem)
 
 
-def _scores_twice(problem: Problem) -> bool:
+def scores_twice(problem: Problem) -> bool:
     """Whether gradients of scores are summed that P does not suffice for.
 
     The slope of a user's function is not 1, or the gradients of its arrays
@@ -222,7 +250,7 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
     room = _REGISTERS.get((tile.block_q // 64, tile.blocks_per_sm), 0)
     used = tile.block_k * 3 // 4 + dv // 2
-    has_more = _score_bends(problem) or acts(problem) != {"adds"}
+    has_more = score_bends(problem) or acts(problem) != {"adds"}
     if dv <= 128 and problem.score_mod is not None and has_more:
         used += _USER_REGISTERS
     bent_and_more = "bends" in acts(problem) and (
@@ -251,6 +279,13 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         run_tiles(problem, tile),
     )  # fmt: skip
+    return forward_plan(problem, device, tile, kernel)
+
+
+def forward_plan(
+    problem: Problem, device: Device, tile: Tile, kernel: KernelPlan
+) -> Plan:
+    """The plan of a forward kernel of this family."""
     num_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
     heads = problem.batch * problem.num_heads_q
     items = heads * num_tiles
@@ -271,13 +306,13 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads_per_section=_section_heads(problem, tile, device),
         work_items=schedule,
         workspace=(
-            *_option_buffers(problem, tile, num_tiles),
+            *buffers_of_options(problem, tile, num_tiles),
             *_scheduler_buffers(items if is_dynamic else 0),
         ),
     )
 
 
-def _option_buffers(
+def buffers_of_options(
     problem: Problem, tile: Tile, tiles_of_head: int
 ) -> tuple[Buffer, ...]:
     """With the order of tiles that the blocks follow, and a mask's bits."""
@@ -483,7 +518,7 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     if tile.block_q > 64 and d > 64:
         return False  # or 64 rows, and all columns
     needs_p = _bends(problem) or "drops" in acts(problem)
-    if tile.block_q > 64 and (needs_p or _scores_twice(problem)):
+    if tile.block_q > 64 and (needs_p or scores_twice(problem)):
         return False  # no registers for derivatives, or for P and kept P
     scores = tile.block_q * 5 // 4 if tile.block_q <= 64 else tile.block_q
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
@@ -494,7 +529,7 @@ def rows_kernel(
     *own: Constant, options: tuple[str, ...],
 ) -> KernelPlan:  # fmt: skip
     """The kernel that prepares row statistics; it depends on `options`."""
-    lanes = ceil_div(problem.head_dim_v, 8)
+    lanes = min(ceil_div(problem.head_dim_v, 8), 32)
     return row_kernel(
         f"prepare/{name}.cu",
         f"{problem.direction}_rows",
@@ -523,6 +558,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     semaphores = dq_warps // 4 if in_order else 0
     rows = rows_kernel(
         problem, tile, "row_stats", d,
+        ("DQ_COLUMNS", d),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("CAUSAL", integers and problem.causal),
@@ -538,8 +574,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("STAGES", tile.num_stages),
-        ("SCORE_BENDS", _score_bends(problem)),
-        ("SCORES_TWICE", _scores_twice(problem)),
+        ("SCORE_BENDS", score_bends(problem)),
+        ("SCORES_TWICE", scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *of_narrow,
         part=wide, ptxas_level=tile.ptxas_level,
@@ -594,7 +630,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads_per_section=heads,
         last_section=last,
         workspace=(
-            *_option_buffers(problem, tile, k_tiles_of_head),
+            *buffers_of_options(problem, tile, k_tiles_of_head),
             *lse_rest_buffers(problem),
             Buffer("delta", 16, bytes_of_rows // 16),
             Buffer("dq_sum", 4, q_tiles * tile.block_q * d * (1 + integers)),

@@ -83,6 +83,9 @@ def _sm90_forward() -> Iterator[Tile]:
     # For short sequences: one consumer, and several blocks on an SM.
     for k, stages, blocks in product((128, 96, 80, 64), (4, 3, 2), (3, 2)):
         yield Tile(64, k, 8, blocks, stages)
+    # For large heads: scores, and two halves of O's columns.
+    for k, stages in product((64, 80), (2, 3)):
+        yield Tile(64, k, 16, num_stages=stages)
 
 
 def _sm90_jvp() -> Iterator[Tile]:

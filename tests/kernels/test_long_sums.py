@@ -21,6 +21,10 @@ CASES = {
                   on=Emulation("sm_90a", num_sms=1)),
     "wgmma of one stage": Case("bfloat16", **sizes(1, 70, 400, 1, 1, 160, 200),
                                on=Emulation("sm_90a", num_sms=1)),
+    "wgmma of wide heads": Case(
+        "float16", **sizes(1, 70, 400, 2, 1, 260, 300, causal=True),
+        on=Emulation("sm_90a", num_sms=1),
+    ),
     "wgmma with options": Case(
         "bfloat16", **sizes(1, 70, 400, 1, 1, 64, 64), softcap=20.0,
         arrays_of=("sink",), on=Emulation("sm_90a", num_sms=1),

@@ -211,6 +211,8 @@ WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("wanted", [None, "sm90", "sm80"])
 def test_families_of_wide_heads(direction, dtype, family, arch, wanted):
+    if arch == "sm_90a" and family == "sm80" and wanted != "sm80":
+        family = "sm90"
     for d, dv in WIDE:
         problem = small_problem(direction, dtype, d, head_dim_v=dv)
         decided = plan(problem, device_of_arch(arch), wanted)
@@ -239,6 +241,14 @@ def test_wide_heads_are_plain_without_room_for_both_directions():
     for direction in ("forward", "backward"):
         problem = small_problem(direction, "bfloat16", 512)
         assert plan(problem, device).family == "simt"
+
+
+@pytest.mark.parametrize("option", [None, "mask", "segment_ids", "sink"])
+@both_directions
+def test_options_of_wide_heads_run_by_wgmma(direction, option):
+    asked = {} if option is None else {option: True}
+    problem = small_problem(direction, "float16", 512, **asked)
+    assert plan(problem, device_of_arch("sm_90a")).family == "sm90"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@
 // stored relative to: 0 none, 1 one of each key head, 2 each page's; BALANCED (decode/parts.cuh);
 // MERGE_ROWS, the most rows of a row tile that exist (finish/merge_parts.cu).
 // Others are of one kernel, whose header explains them: ORDERED, HAS_NEW and ROTARY
-// (prepare/append_kvcache.cu), OF_KEYS, IN_TILES, ONLY_FLAGGED.
+// (prepare/append_kvcache.cu), OF_KEYS, IN_TILES, ONLY_FLAGGED, PASS and SCORE_CHUNK.
 #pragma once
 #include "common/types.cuh"
 

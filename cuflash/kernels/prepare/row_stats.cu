@@ -1,6 +1,6 @@
-// Runs before sm90/backward.cu and backward_wide.cu. Writes the QueryRows of each query tile, and
-// zeroes what these kernels add to: the sums of dQ, a counter, flags and semaphores
-// (semaphores.cuh).
+// Runs before sm90/backward.cu, backward_wide.cu and backward_passes.cu. Writes the QueryRows of
+// each query tile, and zeroes what these kernels add to: the sums of dQ, a counter, flags and
+// semaphores (semaphores.cuh).
 //
 //     delta = rowsum(dO * O)          (FlashAttention-2, arXiv:2307.08691, Alg. 2, line 4)
 //     delta = rowsum(dO * O) - dlse   with DLSE: d lse / dS = P adds P dlse to dS
@@ -9,10 +9,10 @@
 //     blockIdx.x = (batch * num_heads_q + head) * num_q_tiles + q_tile
 // Block: NUM_THREADS threads; LANES of a warp share a row of out, in chunks of 16 bytes.
 //
-// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of the sums
-// of dQ; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not DETERMINISTIC; INTEGER_DQ, and
-// if so its CAUSAL; DLSE; Arguments, the type of the kernel's argument, and the options
-// (docs/guide/options.md). No shared memory.
+// Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K, HEAD_DIM; DQ_COLUMNS of a row of the
+// sums of dQ, 0 if there are none; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not
+// DETERMINISTIC; INTEGER_DQ, and if so its CAUSAL; DLSE; Arguments, the type of the kernel's
+// argument, and the options (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "sm90/semaphores.cuh"
@@ -28,9 +28,9 @@ static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query
 __device__ __forceinline__ void clear_sums(const Arguments& args) {
     const BackwardArguments& arguments = args.arrays;
     float4* sums = static_cast<float4*>(arguments.dq_sum)
-                 + static_cast<i64>(blockIdx.x) * (BLOCK_Q * HEAD_DIM / 4);
+                 + static_cast<i64>(blockIdx.x) * (BLOCK_Q * DQ_COLUMNS / 4);
     #pragma unroll
-    for (int i = threadIdx.x; i < BLOCK_Q * HEAD_DIM / 4; i += NUM_THREADS)
+    for (int i = threadIdx.x; i < BLOCK_Q * DQ_COLUMNS / 4; i += NUM_THREADS)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int thread = blockIdx.x * NUM_THREADS + threadIdx.x, threads = gridDim.x * NUM_THREADS;
     const i64 num_flags = recompute_flag(args, {0, 0, arguments.shape.batch})

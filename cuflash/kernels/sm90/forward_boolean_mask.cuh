@@ -5,7 +5,7 @@
 // memory takes longer than Q K^T of a tile, so the bytes of the next key tile load to registers
 // while this tile is computed.
 #pragma once
-#include "sm90/forward_shared.cuh"
+#include "sm90/forward_work.cuh"
 
 struct MaskTile {
     static constexpr int CHUNKS = (BLOCK_K + 63) / 64;      // of 64 keys: 16 per lane of a quad

@@ -7,6 +7,7 @@
 #include "common/long_sums.cuh"
 #include "sm90/forward_recompute.cuh"
 #include "sm90/forward_scores.cuh"
+#include "sm90/forward_shared.cuh"
 
 // A thread's share of the matrices. Not members of Consumer: the compiler would then keep its
 // scalars in local memory until it has unrolled the loops over these arrays.

@@ -1,6 +1,6 @@
 // Epilogue of forward.cu: O = acc / l, lse = |scale| m + log(l), and their stores.
 #pragma once
-#include "sm90/forward_shared.cuh"
+#include "sm90/forward_work.cuh"
 #include "sm90/forward_softmax.cuh"
 
 constexpr int NAN_BITS = 0x7FC00000;

@@ -1,34 +1,8 @@
 // Producer warpgroup of forward.cu. Q and K/V have separate producer threads, so loading the next Q
 // does not wait for this tile's last K/V. With SPARSE_TILES a whole warp produces K and V.
 #pragma once
-#include "sm90/forward_scheduler.cuh"
-
-// Q producer: one thread, with DYNAMIC_SCHEDULER one warp. Publishes each work tile and loads its
-// Q.
-__device__ __forceinline__ void load_queries(const Arguments& args, SharedPlan& shared) {
-    TileScheduler scheduler(args);
-    PipelineState<1> request;
-    for (PipelineState<Q_STAGES> q;; q.next(), request.next()) {
-        shared.work_tiles.wait_for_request(request.phase ^ 1);
-        if (DYNAMIC_SCHEDULER) __syncwarp();                // all lanes have seen this request
-        const WorkTile tile = next_work_tile(scheduler, args);
-        if (DYNAMIC_SCHEDULER && threadIdx.x != 0) {
-            if (tile.num_rows == 0) return;
-            continue;
-        }
-        const u32 full = shared_address(&shared.q_full[q.index]);
-        mbarrier_wait(shared_address(&shared.q_empty[q.index]), q.phase ^ 1);
-        shared.work_tiles[work_slot(q)] = tile;
-        shared.work_tiles.publish(work_slot(q));
-        if (tile.num_rows == 0) {
-            mbarrier_arrive(full);
-            return;
-        }
-        tma_load_tile<BLOCK_Q, HEAD_DIM>(
-            shared_address(&shared.q_then_out[q.index]), args.q_map, full,
-            tile.first_q + tile.q_start, tile.head, tile.batch);
-    }
-}
+#include "sm90/forward_query_producer.cuh"
+#include "sm90/forward_shared.cuh"
 
 // K/V producer: one thread loads the key tiles of each query tile, from the last to the first.
 __device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& shared) {

@@ -91,20 +91,24 @@ __device__ __forceinline__ void recompute_row(
     }
 }
 
-// Recomputes the rows that begin with a NaN (which may be their true result), among the warp's rows
-// of all of the block's tiles. last_tile: the number of its last tile, with DYNAMIC_SCHEDULER.
+// Recomputes the rows that begin with a NaN (which may be their true result), among num_rows rows
+// from `first` on of all of the block's tiles. last_tile: the number of its last tile, with
+// DYNAMIC_SCHEDULER. SECOND: another column that may hold the NaN, if it exists; 0: none.
+template <int SECOND = 0>
 __device__ __forceinline__ void recompute_rows(
-    const Arguments& args, int warp_row, float scale_log2, int last_tile) {
+    const Arguments& args, int first, float scale_log2, int last_tile, int num_rows = 16) {
     const ForwardArguments& arrays = args.arrays;
     TileScheduler scheduler(args, last_tile);
     __syncwarp();                                           // the warp's stores are done
     for (;;) {
         const QueryTile tile = scheduler.revisit(args);
         if (tile.num_rows == 0) return;
-        for (int row = warp_row; row < min(warp_row + 16, tile.num_rows); ++row) {
+        for (int row = first; row < min(first + num_rows, tile.num_rows); ++row) {
             Element* out = out_of(arrays, tile) + row * arrays.out_stride.token;
             float* lse = lse_of(arrays, tile);
-            const bool marked = !(fabsf(to_float(out[0])) <= infinity());
+            bool marked = !(fabsf(to_float(out[0])) <= infinity());
+            if (SECOND > 0 && SECOND < arrays.shape.head_dim_v)
+                marked |= !(fabsf(to_float(out[SECOND])) <= infinity());
             __syncwarp();                                   // before recompute_row writes there
             if (marked)
                 recompute_row(

@@ -1,9 +1,9 @@
-// Tile schedulers of forward.cu: which query tile a block computes next, and how many key tiles it
-// visits. StaticTileScheduler computes the block's tiles from blockIdx; DynamicTileScheduler takes
-// them from an atomic counter.
+// Tile schedulers of forward.cu and forward_wide.cu: which query tile a block computes next, and
+// how many key tiles it visits. StaticTileScheduler computes the block's tiles from blockIdx;
+// DynamicTileScheduler takes them from an atomic counter.
 #pragma once
 #include "common/scheduler.cuh"
-#include "sm90/forward_shared.cuh"
+#include "sm90/forward_work.cuh"
 
 // The key tiles of num_rows queries; at least one is visited.
 __device__ __forceinline__ KeyTiles key_tiles(
@@ -78,7 +78,8 @@ struct StaticTileScheduler {
     __device__ __forceinline__ QueryTile next(const Arguments& args) {
         return make_query_tile(scheduler.next(), {}, args);
     }
-    __device__ __forceinline__ WorkTile acquire(const Arguments& args, SharedPlan&) {
+    template <class Shared>
+    __device__ __forceinline__ WorkTile acquire(const Arguments& args, Shared&) {
         return next_work_tile(*this, args);
     }
     __device__ __forceinline__ QueryTile revisit(const Arguments& args) { return next(args); }
@@ -136,7 +137,8 @@ template <class Arguments> struct DynamicTileScheduler {
         }
     }
     // Called by the producer of K and V.
-    __device__ __forceinline__ WorkTile acquire(const Arguments&, SharedPlan& shared) {
+    template <class Shared>
+    __device__ __forceinline__ WorkTile acquire(const Arguments&, Shared& shared) {
         shared.work_tiles.acquire(slot.index, slot.phase);
         const WorkTile tile = shared.work_tiles[slot.index];
         slot.next();

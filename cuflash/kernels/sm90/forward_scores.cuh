@@ -2,7 +2,7 @@
 // accumulator: element i is in the lane's row i / 2 % 2, and its key is i / 4 * 8 + i % 2 counted
 // from the lane's first. first_row: the lane's first query. k_start: the tile's first key.
 #pragma once
-#include "sm90/forward_shared.cuh"
+#include "sm90/forward_work.cuh"
 #include "sm90/score_mask.cuh"
 
 // ---- Bias ----

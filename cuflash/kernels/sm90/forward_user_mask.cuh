@@ -4,7 +4,7 @@
 // registers, so not all loads of arrays are in flight at once. Either happens while the tensor
 // cores compute Q K^T.
 #pragma once
-#include "sm90/forward_shared.cuh"
+#include "sm90/forward_work.cuh"
 
 struct UserMaskTile {
     static constexpr int WORDS = (S_COUNT + 31) / 32;

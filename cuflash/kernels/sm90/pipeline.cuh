@@ -31,15 +31,16 @@ __device__ __forceinline__ void pipeline_wait(u32 full, const PipelineState<STAG
 }
 
 // Starts the copy of one tile, a panel of 64 columns at a time. `more`: bytes of other copies that
-// arrive at the same barrier.
+// arrive at the same barrier. first_column: the array's column that is the tile's first.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void tma_load_tile(
-    u32 tile, const TensorMap& map, u32 full, int token, int head, int batch, int more = 0) {
+    u32 tile, const TensorMap& map, u32 full, int token, int head, int batch, int more = 0,
+    int first_column = 0) {
     mbarrier_arrive_expect(full, ROWS * num_panels(COLUMNS) * PANEL_ROW_BYTES + more);
     #pragma unroll
     for (int panel = 0; panel < num_panels(COLUMNS); ++panel)
-        tma_load(tile + panel * ROWS * PANEL_ROW_BYTES, map, full, panel * PANEL_COLUMNS, token,
-                 head, batch);
+        tma_load(tile + panel * ROWS * PANEL_ROW_BYTES, map, full,
+                 first_column + panel * PANEL_COLUMNS, token, head, batch);
 }
 
 // Starts the store of rows of a tile of ROWS rows, from first_row on, as one bulk group: as many as

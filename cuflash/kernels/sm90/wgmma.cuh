@@ -110,11 +110,12 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&words)[4]) {
     }
 }
 
-// Stores the lane's two rows of an accumulator, rounded, to an array with 16-byte aligned rows.
-// `row` is the first, at `out`; rows from num_rows on are left out.
+// Stores the lane's two rows of an accumulator, rounded, to an array. `row` is the first, at `out`;
+// rows from num_rows on are left out. `aligned`: the array's rows are, to 16 bytes.
 template <typename Element, int COUNT>
 __device__ __forceinline__ void store_to_array(
-    Element* out, i64 stride, const float (&d)[COUNT], int row, int num_rows, int num_columns) {
+    Element* out, i64 stride, const float (&d)[COUNT], int row, int num_rows, int num_columns,
+    bool aligned = true) {
     static_assert(COUNT % 16 == 0, "a quad has four tiles of 8 columns at a time");
     #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -130,6 +131,7 @@ __device__ __forceinline__ void store_to_array(
             const int column = (j * 4 + threadIdx.x % 4) * CHUNK_ELEMENTS;
             if (row + half * 8 < num_rows)
                 store_chunk(reinterpret_cast<u16*>(out) + half * 8 * stride + column,
-                            {words[0], words[1], words[2], words[3]}, num_columns - column, true);
+                            {words[0], words[1], words[2], words[3]}, num_columns - column,
+                            aligned);
         }
 }
