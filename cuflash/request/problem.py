@@ -146,7 +146,7 @@ class Problem:
     of one: the capacity. A ``"jvp"`` problem is a forward problem with
     tangents; a ``"double_backward"`` problem is a backward problem with
     cotangents, in which ``return_dbias`` asks for d2bias and ``return_dsink``
-    for d2sink.
+    for d2sink. ``return_max_score`` is of a forward problem.
     """
 
     direction: Literal[
@@ -192,6 +192,7 @@ class Problem:
     kvcache: KVCache | None = None
     tangents: Tangents | None = None
     return_ddlse: bool = False
+    return_max_score: bool = False
     num_states: int = 0
 
     @functools.cached_property
