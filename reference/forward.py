@@ -285,7 +285,9 @@ def max_score(
     ndarray, (..., seqlen_q)
         -inf for a row without a visible key.
     """
-    q, k, _, _, m, pairs = _prepare(q, k, np.asarray(k)[..., :0], scale, options)
+    q, k, _, _, m, pairs = _prepare(
+        q, k, np.asarray(k)[..., :0], scale, options
+    )
     has_nan = np.zeros(m.shape, bool)
     for rows in tile_slices(pairs.seqlen_q, block_q):
         for keys in tile_slices(pairs.seqlen_k, block_k):

@@ -29,7 +29,7 @@ from cuflash.request.problem import Call, Layout, Problem, Signature
 
 
 def forward(call: Call, backend: Backend) -> tuple[Any, ...]:
-    """Run a forward call: out in full rank, lse or None, max_score if asked."""
+    """Run a forward call: out in full rank, lse or None, max_score or not."""
     signature, target = call.signature, backend.target
     launched = launched_forward(signature, target, target.family)
     if launched is not None:

@@ -259,7 +259,8 @@ def _merge_launch(
     warps = ceil_div(problem.head_dim_v, _MERGED_COLUMNS)
     kept = {
         "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "Arguments",
-        "WINDOW", "SINK", "PACKED", "MAX_SCORE", *dict(cache_constants(problem)),
+        "WINDOW", "SINK", "PACKED", "MAX_SCORE",
+        *dict(cache_constants(problem)),
     }  # fmt: skip
     constants = tuple(x for x in main.constants if x[0] in kept)
     kernel = KernelPlan(
