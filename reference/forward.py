@@ -258,6 +258,48 @@ def split_keys(
     return out, lse
 
 
+def max_score(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
+    scale: float | None = None,
+    block_q: int = 64,
+    block_k: int = 64,
+    **options: Any,
+) -> np.ndarray:
+    r"""Return the largest score of each row, tile by tile.
+
+    .. math:: m_i = \max_{j\ \mathrm{visible}} x_{ij}
+
+    x are the scores that the softmax is taken of, after scale and options. A
+    sink is no key and does not count. As in lse, a score of inf counts more
+    than one of NaN: a row is inf if it has the one, NaN if only the other.
+
+    Parameters
+    ----------
+    q, k, scale, block_q, block_k, **options
+        As in `query_outer`.
+
+    Returns
+    -------
+    ndarray, (..., seqlen_q)
+        -inf for a row without a visible key.
+    """
+    q, k, _, _, m, pairs = _prepare(
+        q, k, np.asarray(k)[..., :0], scale, options
+    )
+    has_nan = np.zeros(m.shape, bool)
+    for rows in tile_slices(pairs.seqlen_q, block_q):
+        for keys in tile_slices(pairs.seqlen_k, block_k):
+            tile = Tile(rows.start, rows.stop, keys.start, keys.stop)
+            if pairs.skips(tile):
+                continue
+            s, *_ = pairs.scores(q[..., rows, :], k[..., keys, :], tile)
+            m[..., rows] = np.fmax(m[..., rows], row_max(s))
+            has_nan[..., rows] |= np.isnan(s).any(axis=-1)
+    return np.where(has_nan & (m < np.inf), np.nan, m)
+
+
 def without_softmax(
     q: np.ndarray,
     k: np.ndarray,

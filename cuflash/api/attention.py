@@ -31,6 +31,7 @@ def forward(
     v: NumPyArray,
     *,
     return_lse: Literal[False] = False,
+    return_max_score: Literal[False] = False,
     **options: Unpack[ForwardOptions],
 ) -> NumPyArray: ...
 
@@ -42,8 +43,33 @@ def forward(
     v: NumPyArray,
     *,
     return_lse: Literal[True],
+    return_max_score: Literal[False] = False,
     **options: Unpack[ForwardOptions],
 ) -> tuple[NumPyArray, NumPyArray]: ...
+
+
+@overload
+def forward(
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_score: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[NumPyArray, NumPyArray]: ...
+
+
+@overload
+def forward(
+    q: NumPyArray,
+    k: NumPyArray,
+    v: NumPyArray,
+    *,
+    return_lse: Literal[True],
+    return_max_score: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[NumPyArray, NumPyArray, NumPyArray]: ...
 
 
 @overload
@@ -53,6 +79,7 @@ def forward(
     v: Array,
     *,
     return_lse: Literal[True],
+    return_max_score: Literal[False] = False,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Any, Any]: ...
 
@@ -63,7 +90,32 @@ def forward(
     k: Array,
     v: Array,
     *,
+    return_lse: Literal[False] = False,
+    return_max_score: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Any, Any]: ...
+
+
+@overload
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    return_max_score: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Any, Any, Any]: ...
+
+
+@overload
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
     return_lse: bool = False,
+    return_max_score: bool = False,
     **options: Unpack[ForwardOptions],
 ) -> Any: ...
 
@@ -81,6 +133,7 @@ def forward(
     precision: str | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
+    return_max_score: bool = False,
     out: Any = None,
     **options: Any,
 ) -> Any:
@@ -122,6 +175,8 @@ def forward(
     return_lse : bool, optional
         Whether to return `lse` too, which `backward` and `merge_states`
         need.
+    return_max_score : bool, optional
+        Whether to return `max_score` too, after `lse` if both are wanted.
     out : array, optional
         Receives the result. It has the shape and dtype given below, is on
         the device of the inputs and shares no memory with them.
@@ -196,6 +251,12 @@ def forward(
         Only with `return_lse`. log(sum(exp(scores))) over the visible keys,
         after scale and options, natural logarithm; float32 (float64 for
         float64 inputs).
+    max_score : array, (batch, num_heads_q, seqlen_q)
+        Only with `return_max_score`. max(scores) over the visible keys, as
+        the softmax takes them: after scale and options, before dropout. A
+        sink is no key. -inf for a query that sees no key; inf with a score
+        of inf, else NaN with a score of NaN, as `lse`. In the dtype of
+        `lse`. It has no gradient.
 
     Raises
     ------
@@ -256,6 +317,21 @@ def forward(
     >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
     >>> out.shape, lse.shape
     ((2, 16, 4, 8), (2, 4, 16))
+
+    QK-clip (Kimi K2, arXiv:2507.20534): after an optimizer step, heads whose
+    largest score exceeds a threshold get smaller projections of queries and
+    keys, each by the root of what is too much.
+
+    >>> out, top = cuflash.forward(q, k, v, return_max_score=True)
+    >>> top = top.max(axis=(0, 2))  # of each head
+    >>> factor = 2.0 / np.maximum(top, 2.0)  # with 2 as the threshold
+    >>> q_clipped = q * np.sqrt(factor)[:, None]
+    >>> k_clipped = k * np.sqrt(factor)[:, None]
+    >>> _, top = cuflash.forward(
+    ...     q_clipped, k_clipped, v, return_max_score=True
+    ... )
+    >>> bool(top.max() <= 2.0 + 1e-5)
+    True
     """
     given = {"q": q, "k": k, "v": v}
     if out is not None:
@@ -275,15 +351,19 @@ def forward(
         precision=precision,
         num_splits=num_splits,
         return_lse=return_lse,
+        return_max_score=return_max_score,
     )
     check_offsets(call)
     if asked:
         share(call, options.get("mask_mod"), {**arrays, **asked})
         check_reads(call, {**arrays, **asked})
-    result, lse = runner.forward(call)
+    result, lse, *others = runner.forward(call)
     runner.finish()
     result = strip(result, call.rank) if out is None else out
-    return (result, strip_lse(lse, call.rank)) if return_lse else result
+    rows = (lse, *others) if return_lse else others
+    if not rows:
+        return result
+    return result, *(strip_lse(x, call.rank) for x in rows)
 
 
 @overload

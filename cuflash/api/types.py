@@ -105,7 +105,7 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         num_splits: int | None
 
     class ForwardOptions(VjpOptions, total=False):
-        """The keywords of `forward`, but for return_lse."""
+        """The keywords of `forward`, but for those that return more."""
 
         out: Array | None
 

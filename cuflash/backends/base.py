@@ -102,8 +102,11 @@ class Runner(Protocol):
     Results are in full rank.
     """
 
-    def forward(self, call: Call) -> tuple[Any, Any]:
-        """Out and lse; lse may be None if it is not requested."""
+    def forward(self, call: Call) -> tuple[Any, ...]:
+        """Out, lse and, if requested, max_score.
+
+        lse may be None if it is not requested.
+        """
 
     def backward(self, call: Call) -> tuple[Any, ...]:
         """dq, dk, dv; the gradients of options if requested."""

@@ -28,8 +28,8 @@ from cuflash.request import layouts, traced
 from cuflash.request.problem import Call, Layout, Problem, Signature
 
 
-def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
-    """Run a forward call: out in full rank and, if wanted, lse."""
+def forward(call: Call, backend: Backend) -> tuple[Any, ...]:
+    """Run a forward call: out in full rank, lse or None, max_score or not."""
     signature, target = call.signature, backend.target
     launched = launched_forward(signature, target, target.family)
     if launched is not None:
@@ -43,11 +43,14 @@ def forward(call: Call, backend: Backend) -> tuple[Any, Any]:
             out = backend.empty(out_shape_of(p), dtype)
         if signature.return_lse:
             lse = backend.empty(lse_shape, p.lse_dtype)
+        results = {"out": out, "lse": lse}
+        if p.return_max_score:
+            results["max_score"] = backend.empty(lse_shape, p.lse_dtype)
         if 0 not in lse_shape:
             keeps = call.kept is not None
             recipe = _forward_recipe(signature, target, target.family, keeps)
-            run_keeping(recipe, call, backend, {"out": out, "lse": lse})
-    return out, lse
+            run_keeping(recipe, call, backend, results)
+    return tuple(results.values())
 
 
 @remembered
@@ -77,8 +80,9 @@ def _forward_recipe(
     given = layouts_of(signature, {"out": out_shape_of(p)})
     taken = {x: family.readable(given[x]) for x in "qkv"}
     taken["out"] = layouts.writable(given["out"], family.loads_by_tma)
+    writes = ("out", "lse", "max_score")[: 2 + p.return_max_score]
     return recipe_of(
-        signature, target, decided, given, taken, ("out", "lse"), keeps=keeps
+        signature, target, decided, given, taken, writes, keeps=keeps
     )
 
 

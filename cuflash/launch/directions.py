@@ -76,7 +76,7 @@ _MOD_ARRAYS, _MOD_NUMBERS, _DMODS, _DMOD_SUMS = (
 DIRECTIONS = {
     "forward": Direction(
         ("q", "k", "v", *options.ARRAYS, *_MOD_ARRAYS),
-        ("out", "lse"),
+        ("out", "lse", "max_score"),
         (*_PREPARED, *_SPLIT, "tile_counter", "previous_tiles"),
         ("seed", *_MOD_NUMBERS),
     ),

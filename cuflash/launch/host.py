@@ -19,8 +19,8 @@ class Host:
         self.forward_kvcache = numpy.forward_kvcache
         self.finish = numpy.finish
 
-    def forward(self, call: Call) -> tuple[Any, Any]:
-        """Out and lse."""
+    def forward(self, call: Call) -> tuple[Any, ...]:
+        """Out, lse, and max_score if asked for."""
         plan.check(call.problem)
         return self._numpy.forward(call)
 

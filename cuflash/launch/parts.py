@@ -85,6 +85,10 @@ _GRADIENTS = Part(
 _DLSE = Part(
     last=(("const void*", "dlse", "gradient of lse, alike; or null"),)
 )
+_MAX_SCORE = Part(
+    "options",
+    last=(("void*", "max_score", "largest scores, as lse; null: not stored"),),
+)
 _TANGENTS_OF_OPTIONS = Part(
     "options",
     (
@@ -121,6 +125,7 @@ DIRECTIONS: dict[str, tuple[str, tuple[Part, ...]]] = {
             ),
             Part("split", *_SPLIT),
             Part("maps", (), (("StaticSchedule", "work_items"),)),
+            _MAX_SCORE,
         ),
     ),
     "backward": (

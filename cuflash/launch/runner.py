@@ -19,8 +19,8 @@ class Kernels:
         self.backend = backend
         self._finish = finish
 
-    def forward(self, call: Call) -> tuple[Any, Any]:
-        """Out in full rank and, if wanted, lse."""
+    def forward(self, call: Call) -> tuple[Any, ...]:
+        """Out in full rank, lse or None, and max_score if asked for."""
         return attention.forward(call, self.backend)
 
     def backward(self, call: Call) -> tuple[Any, ...]:

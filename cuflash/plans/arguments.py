@@ -29,11 +29,13 @@ def parts_of(p: Problem, family: Family) -> set[str]:
     """What the struct of a problem's calls has, by a family's kernels.
 
     "maps" (TensorMaps), "split" (keys), "options", "expression" (a user's own
-    functions, in place of options), and "many" (states to merge).
+    functions, in place of options), and "many" (states to merge). Structs
+    of forward calls have max_score with options, so a call that returns it
+    has these.
     """
     is_own = has_expression(p)
     has = {
-        "options": p.options and not is_own,
+        "options": (p.options or p.return_max_score) and not is_own,
         "expression": is_own,
         "maps": family.loads_by_tma,
         "split": family.splits_keys,

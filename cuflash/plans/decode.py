@@ -228,9 +228,10 @@ def split_plan(
     if splits > 1:
         launches += (_merge_launch(problem, tile, main, runs),)
         rows, size = slots * tile.block_q, lse_bytes(problem)
+        numbers = 1 + problem.return_max_score  # of a row: decode/results.cuh
         buffers = (
             Buffer("split_out", size, rows * problem.head_dim_v),
-            Buffer("split_lse", size, rows),
+            Buffer("split_lse", size, rows * numbers),
         )
     if not row_tiles(problem, tile.block_q):  # a call may only append
         launches = ()
@@ -258,7 +259,8 @@ def _merge_launch(
     warps = ceil_div(problem.head_dim_v, _MERGED_COLUMNS)
     kept = {
         "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "Arguments",
-        "WINDOW", "SINK", "PACKED", *dict(cache_constants(problem)),
+        "WINDOW", "SINK", "PACKED", "MAX_SCORE",
+        *dict(cache_constants(problem)),
     }  # fmt: skip
     constants = tuple(x for x in main.constants if x[0] in kept)
     kernel = KernelPlan(

@@ -678,6 +678,7 @@ def kernel_of(
             ("BLOCK_K", tile.block_k),
             ("SHARED_BYTES", shared),
             *own,
+            ("MAX_SCORE", problem.return_max_score),
             *option_constants(problem, planned_by or family),
             *tangent_constants(problem),
         ),

@@ -150,6 +150,7 @@ class Problem:
     for d2sink. A problem of `READOUTS` or `READOUT_GRADIENTS` has no values:
     ``head_dim_v`` equals ``head_dim``. It has no dropout either, which acts on
     values alone.
+    ``return_max_score`` is of a forward problem.
     """
 
     direction: Literal[
@@ -196,6 +197,7 @@ class Problem:
     kvcache: KVCache | None = None
     tangents: Tangents | None = None
     return_ddlse: bool = False
+    return_max_score: bool = False
     num_states: int = 0
     readout: Readout | None = None
 

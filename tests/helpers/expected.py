@@ -3,6 +3,7 @@
 import numpy as np
 
 from cuflash.reference.attention import attention, attention_vjp
+from cuflash.reference.forward import max_score as reference_max_score
 
 from . import low
 from .compare import GRADIENT_FACTOR, OUT_FACTOR, Expected
@@ -58,6 +59,22 @@ def forward(q, k, v, *, scale=None, exact_scores=False, sums=None, **options):
         # lse has no `low`: its bound is derived alone.
         Expected(lse, lse, lse_error, 0),
     )
+
+
+def max_score(q, k, *, scale=None, sums=None, **options):
+    """Return the expected largest score of each row, as `forward` out."""
+    scale, terms = _scale(scale, q), terms_of(q, k, **options)
+    q_heads, k_heads = (heads_first(x, q.shape[2]) for x in (q, k))
+    with np.errstate(all="ignore"):
+        largest = reference_max_score(
+            q_heads, k_heads, scale=scale, **of_reference(q, options)
+        )
+        _, lse = _reference_forward(q, k, k, scale, options)
+        rounding = Rounding(
+            None, q, k, k, lse, terms, scale=scale, exact_scores=False,
+            **(sums or {}),
+        )  # fmt: skip
+        return Expected(largest, largest, rounding.max_score(), 0)
 
 
 def backward(

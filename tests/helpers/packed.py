@@ -57,6 +57,15 @@ def assert_packed_forward(got, q, k, v, case):
     assert_all(lse[:, rest], -np.inf, "lse[:, rest]", case)
 
 
+def max_scores_of_sequences(q, k, case):
+    """Yield each sequence's queries and their expected max_score."""
+    for i, j, options in _sequences(case):
+        yield (
+            i,
+            expected.max_score(q[:, i], k[:, j], sums=case.sums(), **options),
+        )
+
+
 def assert_packed_gradients(got, dout, q, k, v, case, dlse=None, **more):
     """Assert dq, dk, dv, and dsink if there is a sink.
 

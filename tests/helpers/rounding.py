@@ -75,7 +75,7 @@ import numpy as np
 
 from cuflash.reference.scores import reduce_to_shape
 
-from .dtypes import PRECISION
+from .dtypes import PRECISION, lse_dtype
 from .heads import heads_first, sum_groups
 
 # Errors of relative size beyond this are no longer of first order, and a
@@ -155,6 +155,7 @@ class Rounding:
             # The row's maximum less itself is 0, and lse is m if it is alone.
             delta = np.where(s == m, 0, 4 * e * (np.abs(s) + np.abs(m)))
         delta = np.where(self.p > 0, delta, 0)
+        self.of_scores = delta
         self.score_error, self.m = self.p * delta, m[..., 0]
         # Backward, lse stands in place of m.
         row = self._lse_at_random() + e * np.abs(self.lse_ref - self.m)
@@ -270,6 +271,20 @@ class Rounding:
     def lse(self):
         """Return the errors of lse, one per row."""
         return self._lse_at_random() + np.abs(self.moved_lse[..., 0])
+
+    def max_score(self):
+        """Return the errors of the largest score, one per row.
+
+        The largest of some numbers moves no further than the one of them that
+        moves most: by three times the root of squares, as above, and by what
+        tensor cores cut off. Keys without weight are too far below to count.
+        A product, the scale and a score may be flushed.
+        """
+        moved = 3 * self.of_scores + np.abs(self.moved_s)
+        sizes = np.abs(self.q) @ turned(np.abs(self.k))
+        flushed = 1 + self.q.shape[-1] * np.abs(self.scale) + sizes
+        moved = moved + np.finfo(lse_dtype(self.dtype)).tiny * flushed
+        return moved.max(axis=-1, initial=0)
 
     def _lse_at_random(self):
         """The same but for what tensor cores cut off.

@@ -9,15 +9,18 @@ from cuflash.reference import forward
 from cuflash.reference.attention import attention
 from helpers.compare import (
     assert_all,
+    assert_allclose,
     assert_arrays_equal,
     assert_same_nonfinite,
 )
 from helpers.reference_cases import (
+    EPS,
     ReferenceCase,
     assert_close,
     bounds,
     forward_results,
 )
+from helpers.reference_dense import dense_products, dense_scores
 from reference_strategies import reference_cases
 
 
@@ -143,3 +146,22 @@ def test_inputs_are_left_as_they_are():
     list(forward_results(case, q, k, v))
     for x, old in zip((q, k, v), before, strict=True):
         assert_arrays_equal(x, old, "x")
+
+
+@given(reference_cases())
+def test_the_largest_score(case):
+    q, k, _, _ = case.arrays()
+    got = forward.max_score(q, k, **case.meaning(), **case.blocks())
+    want = dense_scores(case, q, k).max(axis=-1, initial=-np.inf)
+    sizes = abs(dense_products(case, abs(q), abs(k)))
+    # Twice head_dim roundings of a product, and ten of what options add.
+    most = sizes.max(initial=0) + abs(want[np.isfinite(want)]).max(initial=0)
+    rounding = (2 * case.head_dim + 10) * EPS * most
+    assert_allclose(got, want, "max_score", atol=rounding, case=case)
+
+
+def test_a_score_of_inf_counts_more_than_one_of_nan():
+    q, k = np.ones((1, 1)), np.array([[1.0], [np.nan], [np.inf]])
+    for keys, want in ((k, np.inf), (k[:2], np.nan), (k[:1], 1.0)):
+        got = forward.max_score(q, keys, scale=1.0, block_k=1)
+        assert_arrays_equal(got, [want], "max_score")

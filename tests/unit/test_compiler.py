@@ -35,6 +35,18 @@ def test_the_architecture_is_among_the_options():
     assert "-arch=sm_90a" in nvrtc.options(small_kernel(), "sm_90a")
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_max_score_on_hopper_does_not_spill(head_dim, causal):
+    for options in ({}, {"window": (100, 100)}, {"sink": True}):
+        *_, kernel = kernels(
+            "forward", "bfloat16", "sm_90a", head_dim, "sm90", causal=causal,
+            return_max_score=True, **options,
+        )  # fmt: skip
+        report = nvrtc.report(kernel, "sm_90a")
+        assert report.spill_bytes == 0 and not report.warnings
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("head_dim", [64, 256])

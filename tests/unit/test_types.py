@@ -11,7 +11,7 @@ from cuflash.request import options
 from helpers.static_types import fields_of
 
 CALLS = {
-    "forward": ("ForwardOptions", {"return_lse"}),
+    "forward": ("ForwardOptions", {"return_lse", "return_max_score"}),
     "backward": (
         "BackwardOptions",
         {"return_dbias", "return_dsink", "return_dmod"},

@@ -55,18 +55,30 @@ __all__ = [
 _quiet = np.errstate(all="ignore")
 
 
-def forward(call: Call) -> tuple[np.ndarray, np.ndarray]:
-    """Return out (batch, seqlen_q, num_heads_q, head_dim_v), and lse."""
-    out, lse, *_ = jvp(call)
-    return _into(call.out, out), lse
+def forward(call: Call) -> tuple[np.ndarray, ...]:
+    """Return out (batch, seqlen_q, num_heads_q, head_dim_v), and lse.
+
+    And max_score, if it is requested.
+    """
+    out, lse, max_score = _attend(call)
+    results = _into(call.out, out[0]), lse[0]
+    return (*results, max_score) if call.problem.return_max_score else results
 
 
-@_quiet
 def jvp(call: Call) -> tuple[np.ndarray, ...]:
     """Return out, lse, out_dot and lse_dot.
 
-    The last two have an axis of directions before those of out and lse: none
-    in a forward call.
+    The last two have an axis of directions before those of out and lse.
+    """
+    out, lse, _ = _attend(call)
+    return out[0], lse[0], out[1:], lse[1:]
+
+
+@_quiet
+def _attend(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return out and lse, each before its tangents, and max_score.
+
+    The first two have an axis of 1 + directions: 1 in a forward call.
     """
     p, arrays, moves = call.problem, operands(call), directions(call)
     count, q_heads = 1 + len(moves), p.num_heads_q
@@ -74,10 +86,13 @@ def jvp(call: Call) -> tuple[np.ndarray, ...]:
     out = np.zeros(of_out, dtype_of(call))
     lse = np.zeros((count, p.batch, q_heads, p.seqlen_q), p.lse_dtype)
     lse[0] = -np.inf
-    results = [
+    max_score = lse[0].copy()
+    results: list[Arrays] = [
         {"out": heads_first("out", x, p), "lse": heads_first("lse", y, p)}
         for x, y in zip(out, lse, strict=True)
     ]
+    if p.return_max_score:
+        results[0]["max_score"] = heads_first("max_score", max_score, p)
     for part in parts(call, options(call), arrays, moves):
         own, moved = part.of(arrays), [part.of(x) for x in moves]
         written = [part.of(x) for x in results]
@@ -94,7 +109,7 @@ def jvp(call: Call) -> tuple[np.ndarray, ...]:
             part = part.checked(written[0]["lse"], own["k"].shape[-2])
         for rows in part.rows():
             reference.forward(rows, own, moved, written)
-    return out[0], lse[0], out[1:], lse[1:]
+    return out, lse, max_score
 
 
 @_quiet

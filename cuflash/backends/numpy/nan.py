@@ -30,7 +30,8 @@ def forward(
 ) -> None:
     """Write NaN into out and lse of each, the results and their tangents."""
     for x in results:
-        x["out"][flagged.lost] = x["lse"][flagged.lost] = np.nan
+        for name in x.keys() & {"out", "lse", "max_score"}:
+            x[name][flagged.lost] = np.nan
     _write_columns(flagged, v, [x["out"] for x in results])
 
 

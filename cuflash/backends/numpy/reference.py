@@ -36,6 +36,10 @@ def forward(
     if not directions:
         out, lse = forward_of.query_outer(**given)
         rows.put(results[0], {"out": out, "lse": lse})
+        if "max_score" in results[0]:
+            del given["v"]
+            largest = forward_of.max_score(**given)
+            rows.put(results[0], {"max_score": largest})
     for direction, result in zip(directions, results[1:], strict=True):
         moved = {f"{x}_dot": y for x, y in rows.of(direction).items()}
         found = jvp_of.jvp(**(given | moved))

@@ -48,15 +48,19 @@ def attend(
     motions: Sequence[Motion] = (),
     *,
     small: bool = False,
+    largest: np.ndarray | None = None,
 ) -> tuple[State, list[Sums]]:
     """Return the state of some queries after all keys, and sums of tangents.
 
     small : whether m is 0 in all rows, which have `Kind.SMALL`.
+    largest : raised to the largest score of each row, if given.
     """
     m, total, acc = _start(scores, rows, v.shape[-1], small)
     sums = [Sums(x, total, np.zeros_like(acc)) for x in motions]
     for tile, visible in scores.tiles(rows):
         s, cap = scores.of(tile, visible)
+        if largest is not None:
+            np.maximum(largest, s.max(axis=-1), out=largest)
         if not small:
             old, m = m, np.maximum(m, s.max(axis=-1))
             shift = np.where(m == -np.inf, 0, m)

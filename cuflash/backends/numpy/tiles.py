@@ -46,18 +46,24 @@ def forward(
 ) -> None:
     """Write out and lse, then their tangents in each direction.
 
+    And, if the first result has it, max_score, which is -inf before.
+
     small : whether the inputs are of `Kind.SMALL`; without directions.
     """
     for scores, tiles in steps(q, k, **options):
         motions = [Motion(scores, x) for x in directions]
         own_v = of_heads(v, scores.heads)
         for rows in tiles:
-            state, sums = attend(scores, rows, own_v, motions, small=small)
+            at = (*scores.heads, rows)
+            largest = results[0].get("max_score")
+            state, sums = attend(
+                scores, rows, own_v, motions, small=small,
+                largest=None if largest is None else largest[at],
+            )  # fmt: skip
             found = [state.finish()]
             for own in sums:
                 own.rescale(1 / state.total)
                 found.append(own.finish(state.acc))
-            at = (*scores.heads, rows)
             for result, (out, lse) in zip(results, found, strict=True):
                 result["out"][at], result["lse"][at] = out, lse
 

@@ -10,7 +10,7 @@
 // SCORE_BENDS: the score's slope is not 1; SCORES_TWICE: and is computed again for dS;
 // FLAGS_OF_GROUPS: of what heads tile flags are, MASK_BITS: bits stand beside them
 // (expression_flags.cuh); DETERMINISTIC; NEGATE_SCORES: scale < 0 and scores are LINEAR
-// (score_mod.cuh).
+// (score_mod.cuh); MAX_SCORE: the call returns max_score.
 // Sizes: BLOCK_Q, BLOCK_K; HEAD_DIM, HEAD_DIM_V, rounded up to what the kernel computes with;
 // PADDED: that changed one of them; SHARED_BYTES; NUM_WARPS; NUM_THREADS; LANES of a row;
 // BLOCKS_PER_SM; NUM_STAGES, STAGES, Q_STAGES, KV_STAGES of what loads ahead; DOUBLE_BUFFERED_K;

@@ -36,6 +36,12 @@ template <class Arguments> inline int rows_of_head(const Arguments& args) {
     if constexpr (PACKED) return args.options.total_q;
     else return arrays_of(args).shape.seqlen_q;
 }
+// The index of a query there.
+template <class Arguments>
+inline i64 index_of_query(const Arguments& args, int batch, int head, int query) {
+    const i64 row = i64{batch} * arrays_of(args).shape.num_heads_q + head;
+    return row * rows_of_head(args) + query;
+}
 
 // Keys of a head in what weight_sums writes.
 template <class Arguments> inline int keys_of_head(const Arguments& args) {
@@ -269,6 +275,18 @@ inline void advance_lse_rests(DoubleBackwardOptionsArguments& a, int q) {
     advance_lse_rests(a.lse_rests, q);
 }
 
+// Of the structs of forward calls that may return it: max_score.cuh.
+template <class Arguments> inline void advance_max_score(Arguments&, int) {}
+inline void advance_max_score(void*& max_score, int q) {
+    if (max_score != nullptr) max_score = static_cast<Accumulator<Element>*>(max_score) + q;
+}
+inline void advance_max_score(ForwardOptionsArguments& a, int q) {
+    advance_max_score(a.max_score, q);
+}
+inline void advance_max_score(ForwardExpressionArguments& a, int q) {
+    advance_max_score(a.max_score, q);
+}
+
 template <class Arguments>
 inline void advance_each_tangent(Arguments& a, const Sequence& sequence) {
     const TangentNumbers& stride = a.tangents;
@@ -300,6 +318,7 @@ inline Arguments sequence_arguments(
     advance(own.arrays, sequence, sequence.first_q / block_q + sequence.number, sums_of_tile);
     advance_dlse(own, sequence.first_q);
     advance_lse_rests(own, sequence.first_q);
+    advance_max_score(own, sequence.first_q);
     advance_tangents(own, sequence);
     return own;
 }

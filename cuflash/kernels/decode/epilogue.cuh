@@ -53,9 +53,10 @@ __device__ __forceinline__ void store_part(
     const float v_scale = v_scale_of_head(args, rows.kv_head) / WEIGHT_FACTOR;
     for (int row = threadIdx.x / 32; row < BLOCK_Q && rows.exists(row); row += NUM_WARPS) {
         const MergedWarps merged(states, row, scale_log2);
-        const Result<float> result(
-            args, part, rows, row, merged.m == -infinity() ? merged.m : merged.m * scale, merged.l);
+        const float m = natural_max(merged.m, scale);
+        const Result<float> result(args, part, rows, row, m, merged.l);
         if (lane == 0) result.store_lse();
+        if (MAX_SCORE && lane == 0) result.store_max_score(m, merged.l);
         for (int column = lane; column < args.arrays.shape.head_dim_v; column += 32) {
             float sum = 0.0f;
             #pragma unroll

@@ -102,6 +102,7 @@ __device__ __forceinline__ void store_part(
         const MergedWarps merged(shared, row);
         const Result<Real> result(args, part, rows, row, merged.m, merged.l);
         if (lane == 0) result.store_lse();
+        if (MAX_SCORE && lane == 0) result.store_max_score(merged.m, merged.l);
         for (int column = lane; column < args.arrays.shape.head_dim_v; column += 32) {
             Real sum = 0;
             #pragma unroll

@@ -3,12 +3,17 @@
 #pragma once
 #include "common/elements.cuh"
 #include "decode/row_tile.cuh"
+#include "score/max_score.cuh"
 #include "score/sink.cuh"
 
-// Where a row goes that has maximum m and sum l. A part's row is stored without the sink.
+// Numbers that a part leaves of a row beside O: lse, and max_score if it is wanted.
+constexpr int PART_NUMBERS = MAX_SCORE ? 2 : 1;
+
+// Where a row goes that has maximum m, in natural units, and sum l. A part's row is stored without
+// the sink.
 template <class Real> struct Result {
     Element* out;                                           // of the whole row
-    Real *lse, *part_out, *part_lse;
+    Real *lse, *max_score, *part_out, *part_lse;
     Real row_lse, inverse;
     bool is_part;
 
@@ -20,11 +25,13 @@ template <class Real> struct Result {
         if (is_part) {
             const i64 index = part.slot(part.index) * BLOCK_Q + row;
             part_out = static_cast<Real*>(args.split_out) + index * arrays.shape.head_dim_v;
-            part_lse = static_cast<Real*>(args.split_lse) + index;
+            part_lse = static_cast<Real*>(args.split_lse) + index * PART_NUMBERS;
         } else {
             out = static_cast<Element*>(arrays.out) + rows.offset(arrays.out_stride, row);
             lse = static_cast<Real*>(arrays.lse);
             if (lse != nullptr) lse += rows.lse_index(args, row);
+            if constexpr (MAX_SCORE)
+                max_score = max_scores<Real>(args) + rows.lse_index(args, row);
             if constexpr (SINK) {
                 const WithSink<Real> with_sink(m, l, sink_of<Real>(args, rows.head_of(row)));
                 m = with_sink.top;
@@ -39,6 +46,10 @@ template <class Real> struct Result {
     __device__ __forceinline__ void store_lse() const {
         if (is_part) *part_lse = row_lse;
         else if (lse != nullptr) *lse = row_lse;
+    }
+    // m and l of the row's keys, in natural units.
+    __device__ __forceinline__ void store_max_score(Real m, Real l) const {
+        if constexpr (MAX_SCORE) *(is_part ? part_lse + 1 : max_score) = max_score_of_row(m, l);
     }
     // x: the sum of the column, relative to m.
     __device__ __forceinline__ void store(int column, Real x) const {

@@ -18,6 +18,15 @@ using Real = Accumulator<Element>;
 
 constexpr int COLUMNS = 2;                                  // of a lane
 
+// max_score of a row's parts, in all lanes of a warp. l: NaN if one is NaN, as the sum of the row.
+template <class Real> struct MergedMax {
+    Real m = -Real(infinity()), l = 0;
+    __device__ __forceinline__ void add(Real of_part) {
+        m = fmax(m, max_of_lanes<32>(of_part));
+        if (__ballot_sync(WHOLE_WARP, of_part != of_part) != 0) l = Real(quiet_nan());
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
 merge_parts(const __grid_constant__ Arguments args) {
     // In one block, even if it has no parts: this kernel's end must imply that of the one before,
@@ -34,12 +43,18 @@ merge_parts(const __grid_constant__ Arguments args) {
 
     const int head_dim_v = args.arrays.shape.head_dim_v, lane = threadIdx.x % 32;
     const int first_column = threadIdx.x / 32 * 32 * COLUMNS + lane;
-    const Real* lse = static_cast<const Real*>(args.split_lse) + row;
+    const Real* numbers = static_cast<const Real*>(args.split_lse) + row * PART_NUMBERS;
     const Real* out = static_cast<const Real*>(args.split_out) + i64(row) * head_dim_v;
     MergedRow<Real, COLUMNS> merged;
+    MergedMax<Real> max_score;
     for (int first = 0; first < part.count; first += 32) {
         const int parts = min(part.count - first, 32);
-        merged.add(parts, lane < parts ? lse[part.slot(first + lane) * BLOCK_Q] : -Real(infinity()),
+        const auto number = [&](int i) {                    // of the lane's part
+            return lane < parts ? numbers[part.slot(first + lane) * BLOCK_Q * PART_NUMBERS + i]
+                                : -Real(infinity());
+        };
+        if constexpr (MAX_SCORE) max_score.add(number(1));
+        merged.add(parts, number(0),
                    [&](int p, int i) {
                        const int column = first_column + i * 32;
                        const i64 index = part.slot(first + p) * BLOCK_Q * head_dim_v + column;
@@ -48,6 +63,7 @@ merge_parts(const __grid_constant__ Arguments args) {
     }
     const Result<Real> result(args, part, rows, row, merged.m, merged.sum, true);
     if (threadIdx.x == 0) result.store_lse();
+    if (MAX_SCORE && threadIdx.x == 0) result.store_max_score(max_score.m, max_score.l);
     #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
         const int column = first_column + i * 32;

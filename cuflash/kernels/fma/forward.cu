@@ -26,6 +26,7 @@
 #include "common/forward_loads.cuh"
 #include "common/query_tile.cuh"
 #include "score/head_options.cuh"
+#include "score/max_score.cuh"
 #include "common/packed_sequences.cuh"
 
 struct SharedPlan {
@@ -123,6 +124,9 @@ __device__ __forceinline__ void store(
         const int query = first_query + i * LANE_ROWS;
         float m = state.m[i], l = row_sum(state.l[i]), rescale = 1.0f;
         if (query >= shape.seqlen_q) continue;
+        if (MAX_SCORE && lane_column() == 0)
+            store_max_score(args, index_of_query(args, coord.batch, coord.head, query), m,
+                            LINEAR ? fabsf(static_cast<float>(arrays.scale)) : 1.0f, l);
         if constexpr (SINK) {
             const float scale = LINEAR ? fabsf(static_cast<float>(arrays.scale)) : 1.0f;
             const WithSink<float> row_with_sink(

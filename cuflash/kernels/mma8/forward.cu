@@ -30,6 +30,7 @@
 #include "common/online_softmax.cuh"
 #include "common/query_tile.cuh"
 #include "score/head_options.cuh"
+#include "score/max_score.cuh"
 #include "common/packed_sequences.cuh"
 
 constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
@@ -137,6 +138,9 @@ __device__ __forceinline__ void store(
             const int query = first_query + i * 16 + half * 8;
             Element m = state.m[i][half], l = quad_sum(state.l[i][half]);
             if (query >= shape.seqlen_q) continue;
+            if (MAX_SCORE && t == 0)
+                store_max_score(args, index_of_query(args, coord.batch, coord.head, query), m,
+                                Element(1), l);
             Element rescale = 1;
             if constexpr (SINK) {
                 const WithSink<Element> row_with_sink(m, l, sink_of<Element>(args, coord.head));

@@ -22,6 +22,7 @@
 #include "simt/simt.cuh"
 #include "simt/tiles.cuh"
 #include "score/head_options.cuh"
+#include "score/max_score.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
@@ -183,6 +184,8 @@ forward_simt(const __grid_constant__ Arguments call_args) {
     Real l = 0;
     for (int t = 0; t < THREADS_PER_ROW; ++t) l += shared.q[row][t];
     if (query >= shape.seqlen_q) return;
+    if (MAX_SCORE && thread_of_row == 0)
+        store_max_score(args, index_of_query(args, batch, head, query), state.m, Real(1), l);
     if constexpr (SINK) {
         const WithSink<Real> row_with_sink(state.m, l, sink_of<Real>(args, head));
         l = row_with_sink.sum;

@@ -2,6 +2,7 @@
 #pragma once
 #include "sm80/forward_softmax.cuh"
 #include "common/packed_sequences.cuh"
+#include "score/max_score.cuh"
 #include "score/sink.cuh"
 
 // O = acc / l and lse = |scale| m + log(l); 0 and -inf for rows without a visible key. A sink takes
@@ -20,6 +21,9 @@ __device__ __forceinline__ void store(
             const int row = first_row + i * 16 + half * 8 + lane / 4;
             float m = softmax.m[i][half], l = quad_sum(softmax.l[i][half]);
             float rescale = 1.0f;
+            if (MAX_SCORE && lane % 4 == 0 && row < shape.seqlen_q)
+                store_max_score(args, index_of_query(args, coord.batch, coord.head, row), m,
+                                LINEAR ? fabsf(static_cast<float>(arrays.scale)) : 1.0f, l);
             if constexpr (SINK) {
                 const float scale = LINEAR ? fabsf(static_cast<float>(arrays.scale)) : 1.0f;
                 const WithSink<float> row_with_sink(

@@ -1,5 +1,6 @@
 // Epilogue of forward.cu: O = acc / l, lse = |scale| m + log(l), and their stores.
 #pragma once
+#include "score/max_score.cuh"
 #include "sm90/forward_work.cuh"
 #include "sm90/forward_softmax.cuh"
 
@@ -8,12 +9,27 @@ constexpr float LN_2 = 0.6931471805599453f;
 
 // ---- Addresses of a query tile's results ----
 
+// A number of each row, as lse is, from its first query on.
+__device__ __forceinline__ float* numbers_of(const Shape& shape, QueryTile tile, void* numbers) {
+    const i64 rows = (i64{tile.batch} * shape.num_heads_q + tile.head) * shape.seqlen_q;
+    return static_cast<float*>(numbers) + rows + tile.first_q + tile.q_start;
+}
+
 // lse of its first query; null if the call has no lse.
 __device__ __forceinline__ float* lse_of(const ForwardArguments& arrays, QueryTile tile) {
-    const Shape& shape = arrays.shape;
     if (arrays.lse == nullptr) return nullptr;
-    const i64 rows = (i64{tile.batch} * shape.num_heads_q + tile.head) * shape.seqlen_q;
-    return static_cast<float*>(arrays.lse) + rows + tile.first_q + tile.q_start;
+    return numbers_of(arrays.shape, tile, arrays.lse);
+}
+
+// max_score of its first query; null without MAX_SCORE.
+__device__ __forceinline__ float* max_score_of(const Arguments& args, QueryTile tile) {
+    if (!MAX_SCORE) return nullptr;
+    return numbers_of(args.arrays.shape, tile, max_scores<float>(args));
+}
+
+// A row's m in the units of scores.
+__device__ __forceinline__ float natural_max(const Arguments& args, float m) {
+    return natural_max(m, LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f);
 }
 
 // O of its first query.
@@ -39,10 +55,18 @@ __device__ __forceinline__ RowResult finish_row(
     return {row.rescale / (excess * row.sum), lse_of_row(row.top, row.sum)};
 }
 
+// The rounded c m that a row's P are relative to, 0 of a row without a key. With MAX_SCORE, m is
+// the largest score, which P = 2^15 may have.
+__device__ __forceinline__ float finite_max_scaled(float m, float scale_log2, float max_scaled) {
+    if constexpr (MAX_SCORE) return m == -infinity() ? 0.0f : max_scaled;
+    else return finite_max_scaled(m, scale_log2);
+}
+
 // 2^(c m - round(c m)): see online_softmax.
-__device__ __forceinline__ float excess_of(float m, float scale_log2) {
-    return m == -infinity() ? 1.0f : exp2_approx(fmaf(m, scale_log2,
-                                                      -finite_max_scaled(m, scale_log2)));
+__device__ __forceinline__ float excess_of(float m, float scale_log2, float max_scaled) {
+    return m == -infinity()
+        ? 1.0f
+        : exp2_approx(fmaf(m, scale_log2, -finite_max_scaled(m, scale_log2, max_scaled)));
 }
 
 // acc becomes O; stores lse. Rows that saw no key get 0 and -inf. A sink adds its weight to l.
@@ -55,9 +79,10 @@ __device__ __forceinline__ bool normalise(
     bool exact = true;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float m = rows.max[half], l = quad_sum(rows.sum[half]);
+        const float m = MAX_SCORE ? quad_max(rows.max[half]) : rows.max[half];
+        const float l = quad_sum(rows.sum[half]), reference = rows.max_scaled[half];
         const float inverse =
-            SINK ? finish_row(args, m, l, excess_of(m, scale_log2), head).inverse
+            SINK ? finish_row(args, m, l, excess_of(m, scale_log2, reference), head).inverse
                  : l == 0.0f ? 0.0f : __fdividef(1.0f, l);
         #pragma unroll
         for (int j = 0; j < O_COUNT / 4; ++j)
@@ -69,11 +94,12 @@ __device__ __forceinline__ bool normalise(
                 // key; and P above 1 (softmax_with_old_max) may overflow acc.
                 exact &= fabsf(o) < infinity();
             }
-        const float max_scaled = finite_max_scaled(m, scale_log2);
+        const float max_scaled = finite_max_scaled(m, scale_log2, reference);
         exact &= l < infinity() && fabsf(max_scaled) < 0x1p24f;
         if (lse != nullptr && threadIdx.x % 4 == 0 && row + half * 8 < tile.num_rows) {
             if constexpr (SINK) {
-                lse[row + half * 8] = finish_row(args, m, l, excess_of(m, scale_log2), head).lse;
+                lse[row + half * 8] =
+                    finish_row(args, m, l, excess_of(m, scale_log2, reference), head).lse;
             } else {
                 const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
                 const float log_excess = fmaf(m, scale_log2, -max_scaled) * LN_2;
@@ -81,6 +107,9 @@ __device__ __forceinline__ bool normalise(
                     l == 0.0f ? -infinity() : m * scale + (logf(l) - log_excess);
             }
         }
+        if (MAX_SCORE && threadIdx.x % 4 == 0 && row + half * 8 < tile.num_rows)
+            max_score_of(args, tile)[row + half * 8] =
+                max_score_of_row(natural_max(args, m), l);
     }
     const u32 inexact = __ballot_sync(WHOLE_WARP, !exact);
     const bool mark = (inexact >> threadIdx.x % 32 / 4 * 4 & 0xF) != 0;

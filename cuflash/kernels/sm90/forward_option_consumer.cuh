@@ -76,7 +76,8 @@ struct OptionsConsumer : Consumer {
     // SIMPLE: is_simple().
     template <bool IS_MASKED, bool SIMPLE = false>
     __device__ __forceinline__ void iteration(int tile) {
-        constexpr bool USES_POLY3 = SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD && !IS_MASKED;
+        constexpr bool USES_POLY3 =
+            SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD && !IS_MASKED && !MAX_SCORE;
         constexpr bool MAY_KEEP_MAX = USES_POLY3 || (!SOFTCAP && !DROPOUT);
         k = v;
         k.next();
@@ -89,9 +90,11 @@ struct OptionsConsumer : Consumer {
         wait_for_qk<1>();
         release_k(is_last(tile));
         bool keeps_max = modify_scores<USES_POLY3, SIMPLE>(tile);
-        if constexpr (MAY_KEEP_MAX && !USES_POLY3)          // before a masked pair becomes -inf
+        if constexpr (MAY_KEEP_MAX && !USES_POLY3 && !MAX_SCORE)    // -inf would be too large
             keeps_max = may_keep_max(s, rows, scale_log2, score);
         if constexpr (IS_MASKED) mask_scores(tile);
+        if constexpr (MAY_KEEP_MAX && MAX_SCORE)            // of visible pairs
+            keeps_max = may_keep_max(s, rows, scale_log2, score);
         // Warps may take different branches, but wgmma.wait_group is .aligned: all warps of a
         // warpgroup must execute the same instance of wait_for_pv. It comes before the branch or,
         // where scores take longest, after it. Otherwise each branch is written out to its end, so

@@ -52,7 +52,7 @@ struct QueryRow {
 
 __device__ __forceinline__ void recompute_row(
     const Arguments& args, int query, int head, int batch, float scale_log2, Element* out,
-    float* lse) {
+    float* lse, float* max_score) {
     const QueryRow row(args, query, head, batch);
     const Shape& shape = args.arrays.shape;
     const int lane = threadIdx.x % 32;
@@ -89,6 +89,7 @@ __device__ __forceinline__ void recompute_row(
         const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
         *lse = SINK ? finish_row(args, m, l, 1.0f, head).lse : lse_of_row(m * scale, l);
     }
+    if (MAX_SCORE && lane == 0) *max_score = max_score_of_row(natural_max(args, m), l);
 }
 
 // Recomputes the rows that begin with a NaN (which may be their true result), among num_rows rows
@@ -106,6 +107,7 @@ __device__ __forceinline__ void recompute_rows(
         for (int row = first; row < min(first + num_rows, tile.num_rows); ++row) {
             Element* out = out_of(arrays, tile) + row * arrays.out_stride.token;
             float* lse = lse_of(arrays, tile);
+            float* max_score = max_score_of(args, tile);
             bool marked = !(fabsf(to_float(out[0])) <= infinity());
             if (SECOND > 0 && SECOND < arrays.shape.head_dim_v)
                 marked |= !(fabsf(to_float(out[SECOND])) <= infinity());
@@ -113,7 +115,8 @@ __device__ __forceinline__ void recompute_rows(
             if (marked)
                 recompute_row(
                     sequence_arguments(args, tile, BLOCK_Q), tile.q_start + row, tile.head,
-                    tile.batch, scale_log2, out, lse == nullptr ? lse : lse + row);
+                    tile.batch, scale_log2, out, lse == nullptr ? lse : lse + row,
+                    max_score + row);
         }
     }
 }

@@ -10,7 +10,8 @@
 #include "sm90/consumer_constants.cuh"
 
 // State of the lane's two rows, which are 8 apart. max_scaled: c m, rounded. sum: this lane's part
-// of l, which the epilogue adds up over the quad.
+// of l, which the epilogue adds up over the quad. With MAX_SCORE, max is the largest score so far,
+// where the warp kept its old m too: of the lane's own keys since then, and all keys before.
 struct RowState { float max[2], max_scaled[2], sum[2]; };
 __device__ __forceinline__ RowState empty_rows() {
     return {{-infinity(), -infinity()}, {-infinity(), -infinity()}, {0.0f, 0.0f}};
@@ -101,7 +102,8 @@ __device__ __forceinline__ void online_softmax(
         #pragma unroll
         for (int j = 0; j < S_COUNT / 4; ++j)
             m = fmaxf(fmaxf(m, s[j * 4 + half * 2]), s[j * 4 + half * 2 + 1]);
-        m = fmaxf(rows.max[half], quad_max(score.value(half, m)));
+        if constexpr (MAX_SCORE) m = quad_max(fmaxf(rows.max[half], score.value(half, m)));
+        else m = fmaxf(rows.max[half], quad_max(score.value(half, m)));
         const float max_scaled = __fmul_rn(m, scale_log2);  // not fused: m' = m gives rescale 1
         subtrahend[half] = IS_MASKED && m == -infinity() ? 0.0f : max_scaled;
         rescale[half] = exp2_approx(rows.max_scaled[half] - subtrahend[half]);
@@ -129,20 +131,45 @@ __device__ __forceinline__ void softmax_with_old_max(
     for (int half = 0; half < 2; ++half) rows.sum[half] += sum[half];
 }
 
+// The largest of the lane's elements of one of its rows, or 0 if that is larger. As integers,
+// positive floats are in the same order, negative ones below; sm_90 takes the largest of three
+// integers in one instruction, of floats only of two.
+__device__ __forceinline__ float largest_or_zero(const float (&s)[S_COUNT], int half) {
+    constexpr int CHAINS = 2;                               // independent, to hide latency
+    int largest[CHAINS] = {0, 0};
+    #pragma unroll
+    for (int j = 0; j < S_COUNT / 4; ++j) {
+        int& chain_max = largest[j % CHAINS];
+        chain_max = max(max(chain_max, __float_as_int(s[j * 4 + half * 2])),
+                        __float_as_int(s[j * 4 + half * 2 + 1]));
+    }
+    return __int_as_float(max(largest[0], largest[1]));
+}
+
 // Whether all rows of the warp may keep their maximum: no P exceeds 2^15, which float16 can hold
 // and which costs log(l) a few times 2^-24 of accuracy. False if a score is NaN or infinite, or a
 // row has seen no key yet. Cheaper than the rows' maxima: largest_at_most() takes half an
 // instruction per element.
+//
+// With MAX_SCORE from the maxima themselves, which raise rows.max, and with scores of visible pairs
+// alone. False, too, if all S are negative and might still exceed rows.max.
 template <class Score>
 __device__ __forceinline__ bool may_keep_max(
-    const float (&s)[S_COUNT], const RowState& rows, float scale_log2, const Score& score) {
+    const float (&s)[S_COUNT], RowState& rows, float scale_log2, const Score& score) {
     constexpr float MAX_EXPONENT = 15.0f;
-    const float top = largest_at_most(s);
+    const float of_both = MAX_SCORE ? 0.0f : largest_at_most(s);
     bool may_keep = true;
     #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+        const float top = MAX_SCORE ? largest_or_zero(s, half) : of_both;
         may_keep &= score.exponent(
             top, scale_log2, score.subtrahend(half, rows.max_scaled[half], scale_log2))
             <= MAX_EXPONENT;
+        if constexpr (MAX_SCORE) {
+            const float value = score.value(half, top);
+            may_keep &= top > 0.0f || value <= rows.max[half];
+            if (top > 0.0f) rows.max[half] = fmaxf(rows.max[half], value);
+        }
+    }
     return __ballot_sync(WHOLE_WARP, may_keep) == WHOLE_WARP;
 }

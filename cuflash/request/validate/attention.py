@@ -47,6 +47,7 @@ def forward(
     precision: Any = None,
     num_splits: Any = None,
     return_lse: Any = False,
+    return_max_score: Any = False,
     out: Any = None,
     **options: Any,
 ) -> Call:
@@ -64,6 +65,7 @@ def forward(
         *asked[:2],
         num_splits=None if num_splits is None else splits_of(num_splits),
         return_lse=checks.flag("return_lse", return_lse),
+        return_max_score=checks.flag("return_max_score", return_max_score),
     )
     if out is not None:
         check_apart({"out": out}, {**given, **asked.arrays})
@@ -167,6 +169,7 @@ def signature_of(
     deterministic: bool = False,
     num_splits: int | None = None,
     return_lse: bool = False,
+    return_max_score: bool = False,
 ) -> Signature:
     """Check a forward or backward call; nothing here depends on the data.
 
@@ -232,6 +235,7 @@ def signature_of(
         precision=precision,
         num_splits=num_splits,
         dlse="dlse" in arrays.shapes,
+        return_max_score=return_max_score,
         **{**numbers_asked, "window": window},
         **fields_of(options, bias_shape),
     )
