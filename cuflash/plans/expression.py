@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from cuflash.expressions import nodes
 from cuflash.expressions.reals import SHORT
 from cuflash.expressions.text import text
 from cuflash.plans.tiles import Tile
@@ -135,13 +136,31 @@ def _with_sums(plan: Plan) -> tuple[Launch, ...]:
     )
 
 
+# Reads a mask's flags and calls no mask.
+_ORDERS_TILES = "prepare/segment_order.cu"
+
+
+def _one_of_its_flags(mask: nodes.Node) -> nodes.Node:
+    """A mask whose flags have the same shape.
+
+    Kernels that read these alone are the same for all such masks.
+    """
+    axes = [nodes.index(x) for x in ("b", "h") if x in mask.depends]
+    if not axes:
+        return nodes.constant(True)
+    return nodes.make("equal", "bool", (axes[0], axes[-1]))
+
+
 def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
     has = {name for name, value in kernel.constants if value is True}
     if has.isdisjoint(("SCORE_MOD", "MASK_MOD")):
         return kernel
+    mask = problem.mask_mod if "MASK_MOD" in has else None
+    if mask is not None and kernel.file == _ORDERS_TILES:
+        mask = _one_of_its_flags(mask)
     own = text(
         problem.score_mod if "SCORE_MOD" in has else None,
-        problem.mask_mod if "MASK_MOD" in has else None,
+        mask,
         problem.mod_arrays,
         problem.return_dmod if "DMOD" in has else (),
         max(problem.seqlen_q, problem.seqlen_k) <= SHORT,

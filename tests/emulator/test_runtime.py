@@ -153,6 +153,39 @@ def test_another_linker_where_gold_fails(launch, cache, monkeypatch):
     launch()
 
 
+@pytest.fixture
+def linkers(monkeypatch):
+    """Log the programs that link."""
+    programs = []
+    call = runtime._call
+
+    def note(*words):
+        if "-o" in words and not {"-c", "-###"} & {*words}:
+            programs.append(os.path.basename(words[0]))
+        return call(*words)
+
+    monkeypatch.setattr(runtime, "_call", note)
+    return programs
+
+
+def test_a_link_runs_gold_itself(launch, cache, linkers):
+    launch()
+    command = runtime.host_compiler()
+    is_clang = "clang" in runtime._version(command)
+    itself = runtime._GOLD and not is_clang
+    wanted = "ld.gold" if itself else os.path.basename(command[0])
+    assert linkers == [wanted]
+
+
+def test_the_compiler_links_where_gold_itself_fails(
+    launch, cache, linkers, monkeypatch
+):
+    fails = ("false", *runtime._FILES)
+    monkeypatch.setattr(runtime, "_called_by", lambda linking: (fails,))
+    launch()
+    assert linkers == ["false", os.path.basename(runtime.host_compiler()[0])]
+
+
 def test_a_changed_emulator_is_compiled_again(
     launch, cache, monkeypatch, tmp_path
 ):

@@ -8,16 +8,20 @@ from hypothesis import example, given, settings
 from . import tried
 from .backends import BACKENDS
 
-# In the quick profile: each compiles some four kernels, a second of work.
-QUICK_EMULATED_EXAMPLES = 2
+# In the quick profile: each compiles some four kernels, a second of work; on
+# NumPy arrays one takes a tenth of a second.
+QUICK_EMULATED_EXAMPLES, QUICK_NUMPY_EXAMPLES = 2, 4
 
 
 def num_examples(backend):
     """How many calls are drawn for a backend in the current profile."""
-    quick = settings.get_current_profile_name() == "quick"
-    if quick and backend.name == "emulated":
-        return QUICK_EMULATED_EXAMPLES
-    return settings().max_examples
+    most = settings().max_examples
+    if settings.get_current_profile_name() != "quick":
+        return most
+    quick = {
+        "emulated": QUICK_EMULATED_EXAMPLES, "numpy": QUICK_NUMPY_EXAMPLES,
+    }  # fmt: skip
+    return quick.get(backend.name, most)
 
 
 def on_each_backend(

@@ -145,6 +145,11 @@ def shape_of(case):
     return case.batch, case.num_heads_q, case.seqlen_q, case.seqlen_k
 
 
+def sequences(offsets):
+    """The tokens of each packed sequence."""
+    return map(slice, offsets[:-1], offsets[1:])
+
+
 def placed(backend, arrays):
     """The arrays on the backend, reals in float32; numbers as they are."""
     found = dict(arrays)

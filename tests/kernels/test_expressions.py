@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import cuflash
+from helpers import expected
 from helpers.backends import on_kernels, on_kernels_of
-from helpers.compare import assert_allclose
+from helpers.compare import assert_allclose, assert_forward_matches
 from helpers.data import Emulation, inputs
 from helpers.variants import (
     REACH,
@@ -16,6 +17,7 @@ from helpers.variants import (
     case_of,
     check_forward,
     check_gradients,
+    sequences,
     shape_of,
 )
 
@@ -28,9 +30,11 @@ FAMILIES = {
 }
 
 
-def case_on(family, seqlen_q=100, seqlen_k=170, **more):
+def case_on(family, seqlen_q=100, seqlen_k=None, **more):
     """A case whose kernels are a family's where it is emulated."""
     asked = None if family.startswith("mma8") else family
+    # simt has all variants, and its tiles are small.
+    seqlen_k = seqlen_k or (120 if family == "simt" else 170)
     on = Emulation("sm_80", num_sms=2, seed=1, family=asked)
     return case_of(seqlen_q, seqlen_k, 32, **FAMILIES[family], on=on, **more)
 
@@ -91,13 +95,13 @@ def test_gradients_of_arrays(backend, family):
     (found,), want = check_gradients(
         backend, case, VARIANTS["relative"], return_dmod=("table",)
     )
-    expected = table_gradient(want[3].ref, 2 * REACH)
+    dtable = table_gradient(want[3].ref, 2 * REACH)
     # A sum of hundreds of dS, in which P, dP and delta have been rounded to
     # the dtype: each by its unit roundoff.
     unit = {"bfloat16": 2.0**-9, "float32": 2.0**-20, "float64": 2.0**-20}
-    bound = 4 * unit[case.dtype] * np.abs(expected).max()
+    bound = 4 * unit[case.dtype] * np.abs(dtable).max()
     got = backend.fetch(found["table"])
-    assert_allclose(got, expected, "dtable", atol=bound)
+    assert_allclose(got, dtable, "dtable", atol=bound)
 
 
 @on_kernels
@@ -109,11 +113,11 @@ def test_gradient_of_an_array_with_one_axis(backend):
     )
     _, h, _, k = np.ogrid[tuple(map(slice, shape_of(case)))]
     terms = want[3].ref * -(h + 1.0) * (case.seqlen_k - k)
-    expected = terms.sum((1, 2, 3))
+    drate = terms.sum((1, 2, 3))
     # dS is a difference of float32 numbers, each rounded a few times.
     bound = 2.0**-18 * np.abs(terms).sum((1, 2, 3)).max()
     got = backend.fetch(found["rate"])
-    assert_allclose(got, expected, "drate", atol=bound)
+    assert_allclose(got, drate, "drate", atol=bound)
 
 
 # Numbers --------------------------------------------------------------------
@@ -153,7 +157,7 @@ def shifted(score, b, h, q_idx, kv_idx, *, rate, seqlen_k):
 @on_kernels_of(family=[*FAMILIES])
 def test_packed_sequences_are_batches(backend, family):
     case = case_on(family, 160, 170, batch=1)
-    q, k, v, _ = (x[0] for x in inputs(case))
+    q, k, v, _ = inputs(case)
     rng = np.random.default_rng(2)
     mods = {
         "ids": np.arange(170) // 25 + np.zeros((4, 1), np.int64),
@@ -167,25 +171,27 @@ def test_packed_sequences_are_batches(backend, family):
         "score_mod": shifted, "mask_mod": alike, "precision": case.precision,
     }  # fmt: skip
 
-    def run(arrays, mods, **options):
-        placed = {x: backend.place(y) for x, y in mods.items()}
-        options = {x: backend.place(y) for x, y in options.items()}
-        with backend.running(case):
-            return backend.fetch(cuflash.forward(
-                *map(backend.place, arrays), **functions, **options,
-                mod_arrays=placed,
-            ))  # fmt: skip
-
-    found = run((q, k, v), mods, **offsets)
-    # Tiles differ, and with them the order of sums.
-    unit = {"bfloat16": 2.0**-7, "float32": 2.0**-17, "float64": 2.0**-40}
-    unit = unit[case.dtype]
-    for s in range(4):
-        of_q, of_k = (slice(*x[s : s + 2]) for x in OFFSETS)
-        own = {name: x[s : s + 1] for name, x in mods.items()}
-        if of_q.start == of_q.stop:
+    placed = {x: backend.place(y) for x, y in (mods | offsets).items()}
+    options = {x: placed.pop(x) for x in offsets}
+    with backend.running(case):
+        got = cuflash.forward(
+            *(backend.place(x[0]) for x in (q, k, v)), **functions, **options,
+            mod_arrays=placed, return_lse=True,
+        )  # fmt: skip
+    out, lse = map(backend.fetch, got)
+    for s, (i, j) in enumerate(zip(*map(sequences, OFFSETS), strict=True)):
+        if i.start == i.stop:
             continue
-        alone = run((q[of_q], k[of_k], v[of_k]), own)
-        assert_allclose(
-            found[of_q], alone, "out", atol=unit * float(np.abs(v).max())
-        )
+        b, h, x, y = np.ogrid[:1, :4, : i.stop - i.start, : j.stop - j.start]
+        own = {name: a[s : s + 1] for name, a in mods.items()}
+        bias = shifted(
+            0, b, h, x, y, rate=own["rate"].astype(np.float64),
+            seqlen_k=y.size,
+        )  # fmt: skip
+        mask = alike(b, h, x, y, ids=own["ids"])
+        shape = 1, 4, x.size, y.size
+        want = expected.forward(
+            q[:, i], k[:, j], v[:, j], bias=np.broadcast_to(bias, shape),
+            mask=np.broadcast_to(mask, shape),
+        )  # fmt: skip
+        assert_forward_matches((out[None, i], lse[None, :, i]), want, case)

@@ -10,7 +10,7 @@ import cuflash
 from helpers.compare import assert_elements
 from helpers.flagged import by_reference
 
-BATCH, QUERIES, KEYS, HEADS, HEADS_KV = 2, 300, 1100, 4, 2
+BATCH, QUERIES, KEYS, HEADS, HEADS_KV = 2, 300, 1100, 2, 1
 RNG = np.random.default_rng(0)
 
 

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cuflash.errors import UnsupportedError, ValueRangeError
+from cuflash.expressions import nodes
 from cuflash.plans import nearest_tiles
 from cuflash.plans.kernel import EVEN_SECTIONS
 from cuflash.plans.plan import (
@@ -334,6 +335,23 @@ def test_kernels_of_options_know_their_shared_memory(dtype, precision):
     assert (first.entry, last.entry) == ("segment_ranges", "backward_sink")
     assert first.shared_bytes == 0
     assert dict(last.constants)["SHARED_BYTES"] == last.shared_bytes > 0
+
+
+@both_directions
+def test_the_order_of_tiles_depends_on_a_masks_flags_alone(direction):
+    """So that another mask compiles one kernel less."""
+    axes = {x: nodes.index(x) for x in ("b", "h", "q_idx", "kv_idx")}
+
+    def kernel(name, *operands):
+        mask = nodes.make(name, "bool", tuple(axes[x] for x in operands))
+        found = planned(direction, arch="sm_90a", mask_mod=mask).kernels
+        return {x.entry: x for x in found}["segment_order"]
+
+    causal = kernel("greater_equal", "q_idx", "kv_idx")
+    assert kernel("equal", "kv_idx", "q_idx") == causal
+    of_batch, of_head = (kernel("less", x, "q_idx") for x in "bh")
+    assert kernel("equal", "q_idx", "h") == of_head
+    assert len({causal, of_batch, of_head, kernel("less", "b", "h")}) == 4
 
 
 @both_directions

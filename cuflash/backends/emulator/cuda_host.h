@@ -1,8 +1,8 @@
 // CUDA C++ for a host compiler: the keywords and built-in functions that the kernels use.
+//
+// It includes no header of the C++ library: each kernel is compiled with it, and <type_traits>
+// alone takes longer than all that stands here.
 #pragma once
-#include <cstring>
-#include <type_traits>
-
 #include "engine.h"
 
 #define __global__
@@ -83,13 +83,20 @@ inline float ceil(float x) { return ceilf(x); }
 inline float trunc(float x) { return truncf(x); }
 inline float rint(float x) { return rintf(x); }
 
+namespace emulator {
+
+template <class A, class B> using Common = decltype(false ? A() : B());
+template <class A, class B> constexpr bool INTEGERS = A(1) / 2 == 0 && B(1) / 2 == 0;
+
+}  // namespace emulator
+
 // Integers only. CUDA's min and max of floats ignore NaN.
-template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
-    static_assert(std::is_integral_v<A> && std::is_integral_v<B>, "fminf takes floats");
+template <class A, class B> constexpr emulator::Common<A, B> min(A a, B b) {
+    static_assert(emulator::INTEGERS<A, B>, "fminf takes floats");
     return b < a ? b : a;
 }
-template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) {
-    static_assert(std::is_integral_v<A> && std::is_integral_v<B>, "fmaxf takes floats");
+template <class A, class B> constexpr emulator::Common<A, B> max(A a, B b) {
+    static_assert(emulator::INTEGERS<A, B>, "fmaxf takes floats");
     return a < b ? b : a;
 }
 
@@ -219,7 +226,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
 inline void __threadfence() {}          // stores become visible in program order anyway
 
 template <class T> inline T atomicAdd(T* target, T x, EMULATOR_SITE) {
-    static_assert(std::is_arithmetic_v<T> && sizeof(T) >= 4, "as kernels use it");
+    static_assert(T(1) / 2 < T(1) && sizeof(T) >= 4, "of numbers, as kernels use it");
     emulator::check_global(target, sizeof(T), sizeof(T), emulator::Access::WRITE, {file, line});
     const T old = *target;
     *target = old + x;

@@ -2,7 +2,7 @@
 // thread is a fiber. It runs until it must wait for others; engine.cpp then chooses the next warp
 // from the seed.
 #pragma once
-#include <cstdint>
+#include <stdint.h>
 
 namespace emulator {
 

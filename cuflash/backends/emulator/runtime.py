@@ -165,6 +165,9 @@ def executable(
         *flags,
     )
     linking = (*command, *_LINK_FLAGS, *flags)
+    linkers = [(*linking, *x, *_FILES) for x in dict.fromkeys([_GOLD, ()])]
+    if not flags:
+        linkers = [*_called_by(linkers[0]), *linkers]
 
     def build(path: Path) -> None:
         folder = path.with_suffix(".build")
@@ -175,10 +178,9 @@ def executable(
             done = _call(*compiling, "-c", written, "-o", made)
             if done.returncode == 0:
                 program = folder / "program"
-                for linker in dict.fromkeys([_GOLD, ()]):
-                    done = _call(
-                        *linking, *linker, made, engine, "-o", program
-                    )
+                files = {_OBJECT: made, _ENGINE: engine, _PROGRAM: program}
+                for linker in linkers:
+                    done = _call(*(files.get(x, x) for x in linker))
                     if done.returncode == 0:
                         break
             if done.returncode:
@@ -197,6 +199,28 @@ def executable(
     engine = _engine(command)
     key = (_hash(built), compiling, linking, engine.name)
     return _kept(f"{kernel.entry}_{_hash(key)}", build)
+
+
+# Stand for the files of a link.
+_OBJECT, _ENGINE, _PROGRAM = "kernel.o", "engine.o", "program"
+_FILES = (_OBJECT, _ENGINE, "-o", _PROGRAM)
+
+
+@functools.cache
+def _called_by(linking: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The command of gold that a compiler's command to link runs, if any.
+
+    A third of a link is the compiler's own programs, which find its words.
+    """
+    gold = shutil.which("ld.gold")
+    for line in _call(*linking, "-###").stderr.splitlines():
+        # Without the plugin, which links what is not compiled yet.
+        line = re.sub(r"\s-plugin\s+\S+", " ", line)
+        words = shlex.split(line) if "-dynamic-linker" in line else []
+        if gold and {*_FILES, *_GOLD} <= {*words}:
+            own = (x for x in words[1:] if not x.startswith("-plugin-opt"))
+            return ((gold, *(x for x in own if x not in _GOLD)),)
+    return ()
 
 
 def _engine(command: tuple[str, ...]) -> Path:
