@@ -30,7 +30,9 @@ PLAIN = Case(
 )  # fmt: skip
 OF_FAMILY = {
     "sm90": replace(PLAIN, on=HOPPER),
+    "sm90 wide": replace(PLAIN, head_dim=264, on=HOPPER),
     "sm80": PLAIN,
+    "sm80 wide": replace(PLAIN, head_dim=264),
     "fma": replace(PLAIN, dtype="float32"),
     "mma8 float64": replace(PLAIN, dtype="float64"),
     "mma8 tf32x3": replace(PLAIN, dtype="float32", precision="tf32x3"),

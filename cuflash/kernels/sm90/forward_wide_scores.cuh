@@ -102,8 +102,11 @@ struct ScoreWarpgroup {
             apply_score_mod<false>(s, score_mod, shared, false, shape.seqlen_k - shape.seqlen_q,
                                    first_row, tile * BLOCK_K);
         bool keeps_max = false;
-        if constexpr (MAY_KEEP_MAX) keeps_max = may_keep_max(s, rows, scale_log2, PlainScore{});
+        if constexpr (MAY_KEEP_MAX && !MAX_SCORE)
+            keeps_max = may_keep_max(s, rows, scale_log2, PlainScore{});
         if constexpr (IS_MASKED) mask_scores(tile);
+        if constexpr (MAY_KEEP_MAX && MAX_SCORE)            // of visible pairs
+            keeps_max = may_keep_max(s, rows, scale_log2, PlainScore{});
         if (keeps_max) {
             softmax_with_old_max(s, rows, scale_log2, PlainScore{});
             rescale[0] = rescale[1] = 1.0f;
@@ -160,7 +163,7 @@ struct ScoreWarpgroup {
         p.next();
     }
 
-    // lse, and what acc is multiplied by. NaN for rows that need recompute_row: all of O is then
+    // lse and max_score, and what acc is multiplied by. NaN for rows that need recompute_row: all of O is then
     // NaN.
     __device__ __forceinline__ void finish_rows(RowFactors& factors) const {
         const QueryTile tile = shared.work_tiles[work_slot(q)];
@@ -168,14 +171,18 @@ struct ScoreWarpgroup {
         const int head = PACKED && is_none(args, tile) ? NO_HEAD : tile.head;
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float m = rows.max[half], l = quad_sum(rows.sum[half]);
-            const RowResult result = finish_row(args, m, l, excess_of(m, scale_log2), head);
+            const float m = MAX_SCORE ? quad_max(rows.max[half]) : rows.max[half];
+            const float l = quad_sum(rows.sum[half]), reference = rows.max_scaled[half];
+            const RowResult result =
+                finish_row(args, m, l, excess_of(m, scale_log2, reference), head);
             const bool exact =
-                l < infinity() && fabsf(finite_max_scaled(m, scale_log2)) < 0x1p24f;
+                l < infinity() && fabsf(finite_max_scaled(m, scale_log2, reference)) < 0x1p24f;
             if (lane % 4 != 0) continue;
             const int row = lane_row + half * 8;
             factors.inverse[row] = exact ? result.inverse : quiet_nan();
             if (lse != nullptr && row < tile.num_rows) lse[row] = result.lse;
+            if (MAX_SCORE && row < tile.num_rows)
+                max_score_of(args, tile)[row] = max_score_of_row(natural_max(args, m), l);
         }
     }
 };
