@@ -199,18 +199,17 @@ def _family_of(
 def _wide_family(problem: Problem, device: Device) -> FamilyName:
     """Few tiles fit: a family runs both directions or none.
 
-    Derivatives of 16-bit types need too many registers on tensor cores.
+    Of 16-bit types only these: derivatives need too many registers.
     """
-    if _has_sixteen_bits(problem) and problem.tangents is not None:
+    family: FamilyName = "sm80" if _has_sixteen_bits(problem) else "fma"
+    if family == "sm80" and problem.direction not in ("forward", "backward"):
         return "simt"
-    runs = _sm80_runs if _has_sixteen_bits(problem) else _fma_runs
+    runs = _sm80_runs if family == "sm80" else _fma_runs
     both = (
         replace(problem, direction=direction)
         for direction in ("forward", "backward")
     )
-    if not all(runs(each, device) for each in (*both, problem)):
-        return "simt"
-    return "sm80" if _has_sixteen_bits(problem) else "fma"
+    return family if all(runs(x, device) for x in (*both, problem)) else "simt"
 
 
 def _has_sixteen_bits(problem: Problem) -> bool:
