@@ -70,9 +70,7 @@ template <class User> __device__ __forceinline__ void limit_reads(const User&, i
 }
 
 // Reads one in each 32 bytes of what pairs of COUNT distances share, those from query - first_key
-// down, so that it is in L1 when a warp needs it: L2 takes longer than a tile's product. The word
-// has to be compared with UNUSED_WORD afterwards, or the compiler drops the read. Whole warp.
-constexpr u32 UNUSED_WORD = 0x7FEDCBA9;                     // of a NaN that no arithmetic makes
+// down, so that it is in L1 when a warp needs it: L2 takes longer than a tile's product. Whole warp.
 template <int COUNT, class Mod>
 __device__ __forceinline__ u32 read_ahead(const Mod& score_mod, int query, int first_key) {
     u32 word = 0;
@@ -85,6 +83,11 @@ __device__ __forceinline__ u32 read_ahead(const Mod& score_mod, int query, int f
             if constexpr (sizeof(shared) >= sizeof(word)) memcpy(&word, &shared, sizeof(word));
         }
     return word;
+}
+// Afterwards, or the compiler drops the read. The fence changes nothing; the word is of a NaN that
+// no arithmetic makes.
+__device__ __forceinline__ void use_word(u32 word) {
+    if (word == 0x7FEDCBA9) __threadfence();
 }
 
 // The user's function of one head.

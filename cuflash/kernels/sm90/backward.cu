@@ -251,7 +251,6 @@ struct Iterate {
             shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
         float s[S_REGS], dp[S_REGS], dq[DQ_REGS], derivatives[S_REGS];
         u32 p[S_REGS / 2];
-
         mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
         LaneRows<EARLY_STATISTICS> lane_rows(rows, first_column);
         lane_rows.load_lse();
@@ -268,13 +267,14 @@ struct Iterate {
                            shape.seqlen_q, shape.seqlen_k};
         const ZeroMasked<true> zero_masked{
             mask, bounds, pairs, q_start, first_column, is_cut, has_boundary};
+        const u32 ahead = read_tile(pairs, args);
         mbarrier_wait(barrier_at(shared.dout_full, stage.index), stage.phase);
         issue_scores<HEAD_DIM_V>(dp, v, dout);
         load_biases(pairs, args);
         compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut, has_boundary);
         wgmma_wait<1>();                                    // S
         warpgroup_fence_operand(s);
-
+        use_word(ahead);
         compute_p(s, derivatives, p, lane_rows, scale_log2, args, pairs, dropout, zero_masked,
                   is_cut || has_boundary);
         lane_rows.delta.load();

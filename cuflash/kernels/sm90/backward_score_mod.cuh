@@ -35,6 +35,15 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
     }
 }
 
+// Of what the warp's 16 keys read of the query tile: read_ahead().
+__device__ __forceinline__ u32 read_tile(const LanePairs& pairs, const Arguments& args) {
+    ScoreMod<float> score_mod(args);
+    score_mod.set_head(args, pairs.batch, pairs.head);
+    score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
+    const int lane = threadIdx.x % 32;
+    return read_ahead<BLOCK_Q + 16>(
+        score_mod, pairs.query - lane % 4 * 2 + BLOCK_Q - 1, pairs.key - lane / 4);
+}
 // x becomes the user's function of scale x (SCORE_MOD), the derivative of x with it.
 template <class Mod>
 __device__ __forceinline__ void apply_user_score(

@@ -131,7 +131,7 @@ struct OptionsConsumer : Consumer {
                 end_iteration();
             }
         }
-        if constexpr (SIMPLE) exact &= ahead != UNUSED_WORD;
+        use_word(ahead);
     }
     template <bool STORES>
     __device__ __forceinline__ void first_iteration(int slot = -1) {

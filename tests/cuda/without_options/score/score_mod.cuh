@@ -12,7 +12,7 @@ template <class Mod>
 __device__ __forceinline__ bool reads_inside(const Mod&, int, int, int, int) { return false; }
 template <class Mod>
 __device__ __forceinline__ bool is_affine_score(const Mod&, int, int, int, int) { return false; }
-constexpr u32 UNUSED_WORD = 1;
+inline void use_word(u32) {}
 template <int, class Mod> __device__ __forceinline__ u32 read_ahead(const Mod&, int, int) {
     return 0;
 }
