@@ -59,7 +59,7 @@ def assert_packed_forward(got, q, k, v, case):
 
 def max_scores_of_sequences(q, k, case):
     """Yield each sequence's queries and their expected max_score."""
-    for i, j, options in _sequences(case):
+    for i, j, options in sequences_of(case):
         yield (
             i,
             expected.max_score(q[:, i], k[:, j], sums=case.sums(), **options),
