@@ -284,12 +284,14 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
         "mma8_float32",
         partial(_pairs, (128, 64, 32, 16), (64, 32, 16), (8, 4, 2, 1)),
     ),
-    **_readouts("simt", partial(_pairs, (32, 16, 8), (32, 16), (4,), (1,))),
+    **_readouts(
+        "simt", partial(_pairs, (32, 16, 8, 4), (32, 16, 8), (4, 2, 1), (1,))
+    ),
     **_readout_gradients("sm80", (64, 32), (4, 2)),
     **_readout_gradients("fma", (64, 32), (4, 2)),
     **_readout_gradients("mma8_float64", (64, 32, 16), (4, 2, 1)),
     **_readout_gradients("mma8_float32", (64, 32, 16), (4, 2, 1)),
-    **_readout_gradients("simt", (32, 16, 8), (4,)),
+    **_readout_gradients("simt", (32, 16, 8), (4, 2, 1)),
 }  # fmt: skip
 
 

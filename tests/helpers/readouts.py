@@ -302,9 +302,10 @@ def expected_gradients(case, name):
     """Return what to expect of dq, dk and dlse, and of drow_weights."""
     x, chosen = Matrices.of(case), Chosen.of(case)
     d = cotangent(case, name).astype(np.float64)
-    r, of_g = np.ones((1, 1, 1, 1)), 0.0
+    r, of_g, terms = np.ones((1, 1, 1, 1)), 0.0, None
     if name == "weights":
         g = chosen.put(d, x.p.shape)
+        terms = chosen.put(np.abs(d), x.p.shape)
     elif name == "entropy":
         r, g, of_g = d[..., None], -x.log_p - 1, x.of_log
     else:
@@ -312,7 +313,7 @@ def expected_gradients(case, name):
         g = np.where(counts & x.see, d[:, :, None], 0)
         if name == "maxima":
             g = np.where(_is_largest(case, x, chosen), g, 0)
-    found = _gradients(case, x, r, g * x.see, of_g)
+    found = _gradients(case, x, r, g * x.see, of_g, terms)
     if name not in ("sums", "maxima"):
         return found
     e = PRECISION[case.dtype].sum_unit
@@ -326,8 +327,12 @@ def expected_gradients(case, name):
     return *found, Expected(rows, rows, error, 0)
 
 
-def _gradients(case, x, r, g, of_g):
-    """Of dX = P r g; of_g: the error of g, times P."""
+def _gradients(case, x, r, g, of_g, terms=None):
+    """Of dX = P r g; of_g: the error of g, times P.
+
+    terms : magnitudes of what g is a sum of, each of which kernels round, as
+        dX, alone; by default g's.
+    """
     u, f, e = PRECISION[case.dtype]
     q, k, _, _ = inputs(case)
     heads, heads_kv = case.num_heads_q, case.num_heads_kv
@@ -337,7 +342,8 @@ def _gradients(case, x, r, g, of_g):
     error = x.of_p * np.abs(r * g) + np.abs(r) * of_g + 4 * e * np.abs(dx)
     ds = dx * x.slope
     of_ds = error * np.abs(x.slope) + np.abs(dx) * x.of_slope
-    of_ds += (u + 2 * e) * np.abs(ds) + f * x.see
+    stored = ds if terms is None else x.p * r * terms * x.slope
+    of_ds += (u + 2 * e) * np.abs(stored) + f * x.see
     sizes = of_ds + e * ds.shape[-1] * np.abs(ds)
     dq, of_dq = scale * ds @ k, np.abs(scale) * sizes @ np.abs(k)
     sizes = of_ds + e * ds.shape[-2] * heads / heads_kv * np.abs(ds)
