@@ -70,7 +70,8 @@ template <class User> __device__ __forceinline__ void limit_reads(const User&, i
 }
 
 // Reads one in each 32 bytes of what pairs of COUNT distances share, those from query - first_key
-// down, so that it is in L1 when a warp needs it: L2 takes longer than a tile's product. Whole warp.
+// down, so that it is in L1 when a warp needs it: L2 takes longer than a tile's product. Whole
+// warp.
 template <int COUNT, class Mod>
 __device__ __forceinline__ u32 read_ahead(const Mod& score_mod, int query, int first_key) {
     u32 word = 0;
