@@ -140,12 +140,12 @@ def _with_sums(plan: Plan) -> tuple[Launch, ...]:
 _ORDERS_TILES = "prepare/segment_order.cu"
 
 
-def _one_of_its_flags(mask: nodes.Node) -> nodes.Node:
-    """A mask whose flags have the same shape.
+def _one_of_its_flags(graph: nodes.Node) -> nodes.Node:
+    """A mask_mod whose flags have the same shape.
 
-    Kernels that read these alone are the same for all such masks.
+    Kernels that read these alone are the same for all of them.
     """
-    axes = [nodes.index(x) for x in ("b", "h") if x in mask.depends]
+    axes = [nodes.index(x) for x in ("b", "h") if x in graph.depends]
     if not axes:
         return nodes.constant(True)
     return nodes.make("equal", "bool", (axes[0], axes[-1]))
@@ -155,12 +155,12 @@ def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
     has = {name for name, value in kernel.constants if value is True}
     if has.isdisjoint(("SCORE_MOD", "MASK_MOD")):
         return kernel
-    mask = problem.mask_mod if "MASK_MOD" in has else None
-    if mask is not None and kernel.file == _ORDERS_TILES:
-        mask = _one_of_its_flags(mask)
+    graph = problem.mask_mod if "MASK_MOD" in has else None
+    if graph is not None and kernel.file == _ORDERS_TILES:
+        graph = _one_of_its_flags(graph)
     own = text(
         problem.score_mod if "SCORE_MOD" in has else None,
-        mask,
+        graph,
         problem.mod_arrays,
         problem.return_dmod if "DMOD" in has else (),
         max(problem.seqlen_q, problem.seqlen_k) <= SHORT,
