@@ -68,7 +68,7 @@ def indices(
         q and k, of any rank.
     """
     return {
-        name: _as(arrays["q"], _indices(name, x, _length(name, arrays)))
+        name: _as(arrays["q"], host_indices(name, x, _length(name, arrays)))
         for name, x in on_host.items()
     }
 
@@ -118,10 +118,18 @@ def _length(name: str, arrays: Mapping[str, Any]) -> int:
     return int(shape[axis]) if axis < len(shape) else 0
 
 
-def _indices(name: str, x: Any, length: int) -> np.ndarray:
+def host_indices(name: str, x: Any, length: int) -> np.ndarray:
+    """Indices in range of what a slice, a sequence or an array chooses."""
     if isinstance(x, slice):
         return np.arange(length, dtype=np.int32)[_range(name, x, length)]
     return _checked(name, _array(name, x), length).astype(np.int32)
+
+
+def host_queries(x: Any, length: int) -> np.ndarray:
+    """As `host_indices`, for `weight_sums`: flags stay as they are."""
+    if isinstance(x, slice) or (x := _array("queries", x)).dtype.kind != "b":
+        return host_indices("queries", x, length)
+    return x
 
 
 def _array(name: str, x: Any) -> np.ndarray:

@@ -31,6 +31,7 @@ from .attention import attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
 from .merging import merge_states
+from .readouts import entropy, weight_sums, weights
 from .registration import register_transformers
 from .rotary import apply_rotary
 from .sdpa import scaled_dot_product_attention
@@ -39,10 +40,13 @@ __all__ = [
     "apply_rotary",
     "attention",
     "distributed_attention",
+    "entropy",
     "forward_kvcache",
     "merge_states",
     "register_transformers",
     "scaled_dot_product_attention",
+    "weight_sums",
+    "weights",
 ]
 
 

@@ -22,7 +22,7 @@ from .request import Request
 TENSORS = tuple(dict.fromkeys((*options.DIFFERENTIABLE, *options.ARRAYS)))
 _POSITIONAL = (*TENSORS, "seed_drawn")
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in TENSORS)
-_OPTIONS = tuple(x for x in options.UNTRACED if x not in TENSORS)
+NUMBERS = tuple(x for x in options.UNTRACED if x not in TENSORS)
 
 
 def in_schema(name: str) -> str:
@@ -38,7 +38,7 @@ _NUMBERS = (
     "Tensor? seed_drawn=None, *, float? scale=None, bool causal=False, "
     "SymInt? block_q=None, SymInt? block_k=None, str? precision=None, "
     "SymInt? num_splits=None, bool deterministic=False, "
-    f"{', '.join(map(in_schema, _OPTIONS))}"
+    f"{', '.join(map(in_schema, NUMBERS))}"
 )
 _WANTED = ", ".join(f"bool return_d{x}=False" for x in options.DIFFERENTIABLE)
 _GRADIENTS = ", ".join(f"Tensor d{x}" for x in options.DIFFERENTIABLE)
@@ -119,7 +119,7 @@ def request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
     numbers = {**numbers, **dict(zip(_POSITIONAL, tensors, strict=False))}
     given = {
         name: numbers[name]
-        for name in (*TENSORS, *_OPTIONS)
+        for name in (*TENSORS, *NUMBERS)
         if numbers.get(name) is not None
     }
     left, right = numbers.get("window_left"), numbers.get("window_right")

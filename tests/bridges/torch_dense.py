@@ -5,10 +5,20 @@ import torch
 
 def dense(q, k, v, bias=None, sink=None, softcap=None, causal=False):
     """Return out; q may have more heads than k and v."""
-    q, k, v = (x.movedim(-2, -3) for x in (q, k, v))
-    group = q.shape[-3] // k.shape[-3]
-    k, v = (x.repeat_interleave(group, -3) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
+    weights = weights_of(q, k, bias, sink, softcap, causal)
+    v = v.movedim(-2, -3)
+    v = v.repeat_interleave(q.shape[-2] // v.shape[-3], -3)
+    return (weights @ v).movedim(-3, -2)
+
+
+def weights_of(
+    q, k, bias=None, sink=None, softcap=None, causal=False, scale=None
+):
+    """Return the matrix, (batch, heads, seqlen_q, seqlen_k)."""
+    q, k = (x.movedim(-2, -3) for x in (q, k))
+    k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = q @ k.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -20,5 +30,4 @@ def dense(q, k, v, bias=None, sink=None, softcap=None, causal=False):
     if sink is not None:
         column = sink[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores, -1)[..., :keys]
-    return (weights @ v).movedim(-3, -2)
+    return torch.softmax(scores, -1)[..., :keys]

@@ -1,0 +1,225 @@
+"""The operators of `weights`, `weight_sums`, `entropy` and their gradients.
+
+All calls go by these: eager ones too, whose host time is not that of a call
+in each layer. Gradients have none of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuflash.api import chosen, lse_of_call
+from cuflash.api import readout as api_readout
+from cuflash.api import readout_gradients as api_gradients
+from cuflash.api.arrays import open_arrays
+from cuflash.launch.runner import Kernels
+from cuflash.request.problem import Call, strip, strip_lse
+from cuflash.request.readout import READOUTS
+from cuflash.request.validate import readouts as validate
+
+from . import ops, request
+from .dtypes import NUMPY
+from .ops import LIBRARY
+
+# Tensors after q, k and lse, in the schemas' order.
+CHOICES = "queries", "keys", "heads"
+POSITIONAL = ("row_weights", *CHOICES, *ops.TENSORS)
+_TENSORS = ", ".join(f"Tensor? {name}=None" for name in POSITIONAL)
+_NUMBERS = (
+    "float? scale=None, bool causal=False, SymInt? block_q=None, "
+    "SymInt? block_k=None, str? precision=None, bool deterministic=False, "
+    "ScalarType? dtype=None, str reduce='sum', "
+    f"{', '.join(map(ops.in_schema, ops.NUMBERS))}"
+)
+COTANGENTS = {
+    "weights": "dweights", "weight_sums": "dsums", "entropy": "dentropy",
+}  # fmt: skip
+_GRADIENTS = "Tensor dq, Tensor dk, Tensor dlse, Tensor drow_weights"
+
+for _name, _cotangent in COTANGENTS.items():
+    _inputs = f"Tensor q, Tensor k, Tensor lse, {_TENSORS}, *, {_NUMBERS}"
+    LIBRARY.define(f"{_name}({_inputs}) -> Tensor")
+    LIBRARY.define(
+        f"{_name}_backward(Tensor {_cotangent}, {_inputs}, "
+        f"bool return_drow_weights=False) -> ({_GRADIENTS})"
+    )
+
+
+def named(tensors: Any) -> dict[str, Any]:
+    """The tensors of an operator after q, k and lse that there are."""
+    given = zip(POSITIONAL, tensors, strict=False)
+    return {name: x for name, x in given if x is not None}
+
+
+# Kernels -----------------------------------------------------------------
+
+
+def _run(name: str, *tensors: Any, **numbers: Any) -> Any:
+    """The kernel of a readout, or of its gradients."""
+    given = dict(zip(("q", "k", "lse"), tensors, strict=False))
+    others = tensors[3:]
+    if name.endswith("_backward"):
+        cotangent = COTANGENTS[name.removesuffix("_backward")]
+        given = dict(zip((cotangent, *given), tensors, strict=False))
+        others = tensors[4:]
+    return _run_named(name, given, named(others), numbers)
+
+
+def _run_named(
+    name: str,
+    given: dict[str, Any],
+    others: dict[str, Any],
+    numbers: dict[str, Any],
+) -> Any:
+    options = {x: others.pop(x) for x in ops.TENSORS if x in others}
+    asked = ops.request((), {**numbers, **options})
+    own = (*asked.common, *_own_numbers(name, numbers))
+    backend = request.backend_of(given["q"])
+    if backend is None:
+        module = api_gradients if "_back" in name else api_readout
+        run = getattr(module, name)
+        found = asked.on_cpu(run, {**given, **others}, asked.tensors, own)
+        return _of_schema(found, name, given["q"])
+    if "queries" in others and name.startswith("weight_sums"):
+        queries = others.pop("queries")
+        others["chosen"] = _flags(queries, given["q"])
+    tensors = {**asked.tensors, **others}
+    call = asked.call(_check_of(name), given, tensors, own)
+    if request.reads_values():
+        _check_values(name, call, own, asked.scalars)
+    kernels = Kernels(backend)
+    if not name.endswith("_backward"):
+        result = kernels.readout(call)
+        if name == "weights":
+            return result[(0,) * (4 - call.rank)]
+        return strip_lse(result, call.rank)
+    dq, dk, dlse, *rest = kernels.readout_backward(call)
+    rank = call.rank
+    found = strip(dq, rank), strip(dk, rank), strip_lse(dlse, rank), *rest
+    return _of_schema(found, name, dq)
+
+
+def _own_numbers(name: str, numbers: dict[str, Any]) -> tuple[Any, ...]:
+    """Names and values that not all calls have, alternating."""
+    own: tuple[Any, ...] = ()
+    if name == "weights" and numbers.get("dtype") is not None:
+        own = "dtype", NUMPY[numbers["dtype"]].name
+    if name.startswith("weight_sums"):
+        own = "reduce", numbers.get("reduce", "sum")
+    if name.endswith("_backward"):
+        own = (*own, "deterministic", numbers.get("deterministic", False))
+    if numbers.get("return_drow_weights"):
+        own = (*own, "return_drow_weights", True)
+    return own
+
+
+def _of_schema(found: tuple[Any, ...], name: str, like: Any) -> Any:
+    """Results as the schema has them."""
+    if not name.endswith("_backward"):
+        return found[0]
+    return found if len(found) == 4 else (*found, like.new_empty(0))
+
+
+@functools.cache
+def _check_of(name: str) -> Callable[..., Call]:
+    """`validate.readout` of arguments that all have names."""
+    arrays = ("q", "k", "lse", "row_weights", *COTANGENTS.values())
+    numbers = (
+        "scale", "causal", "block_q", "block_k", "precision", "dtype",
+        "reduce", "deterministic", "return_drow_weights",
+    )  # fmt: skip
+
+    def check(**arguments: Any) -> Call:
+        def taken(names: tuple[str, ...]) -> dict[str, Any]:
+            return {x: arguments.pop(x) for x in names if x in arguments}
+
+        given, choices = taken(arrays), taken((*CHOICES, "chosen"))
+        asked = taken(numbers)
+        return validate.readout(name, given, choices, arguments, **asked)
+
+    return check
+
+
+def _flags(queries: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Which queries count; an index out of range is no query."""
+    if queries.dtype is torch.bool or queries.is_floating_point():
+        return queries  # which `validate` refuses
+    length = q.shape[0] if q.ndim == 2 else q.shape[-3]
+    if request.reads_values():
+        values = queries.cpu().numpy()
+        chosen.check({"queries": values}, {"q": q})
+    x = queries.long()
+    x = torch.where(x < 0, x + length, x)
+    x = torch.where((x >= 0) & (x < length), x, length)
+    flags = x.new_zeros((*x.shape[:-1], length + 1), dtype=torch.bool)
+    return flags.scatter(-1, x, True)[..., :length]
+
+
+def _check_values(
+    name: str, call: Call, own: tuple[Any, ...], scalars: tuple[Any, ...]
+) -> None:
+    """With CUFLASH_CHECK=1: indices, and whether lse is of these scores."""
+    arrays = {**call.given, **call.options}
+    values = {x: arrays[x].cpu().numpy() for x in CHOICES if x in arrays}
+    chosen.check(values, call.given)
+    detached = {x: y.detach() for x, y in arrays.items()}
+    _, theirs = open_arrays(name, detached)
+    asked = dict(zip(own[::2], own[1::2], strict=True))
+    options = dict(zip(scalars[::2], scalars[1::2], strict=True))
+    options |= {x: theirs[x] for x in ops.TENSORS if x in theirs}
+    lse_of_call.check(
+        Call(call.signature, {x: theirs[x] for x in call.given}, None, {
+            x: theirs[x] for x in call.options
+        }),
+        {x: asked[x] for x in ("scale", "causal", "precision")},
+        options,
+    )  # fmt: skip
+
+
+# Results without numbers ---------------------------------------------------
+
+
+def _fake(
+    name: str, q: Any, k: Any, lse: Any, *rest: Any, **numbers: Any
+) -> Any:
+    if name == "entropy":
+        return lse.new_empty(lse.shape)
+    num_keys = k.shape[0] if k.ndim == 2 else k.shape[-3]
+    if name == "weight_sums":
+        return lse.new_empty((*lse.shape[:-1], num_keys))
+    others = named(rest)
+    rows = (
+        others["queries"].shape[-1] if "queries" in others else lse.shape[-1]
+    )
+    if "keys" in others:
+        num_keys = others["keys"].shape[0]
+    heads = lse.shape[-2:-1]
+    if "heads" in others and len(heads):
+        heads = others["heads"].shape
+    shape = (*lse.shape[:-2], *heads, rows, num_keys)
+    return lse.new_empty(shape, dtype=numbers.get("dtype") or lse.dtype)
+
+
+def _fake_backward(*tensors: Any, **numbers: Any) -> Any:
+    _, q, k, lse, *rest = tensors
+    found = [x.new_empty(x.shape) for x in (q, k, lse)]
+    rows = q.new_empty(0)
+    if numbers.get("return_drow_weights"):
+        rows = rest[0].new_empty(rest[0].shape)
+    return *found, rows
+
+
+for _name in READOUTS:
+    for _each, _fake_kernel in (
+        (_name, functools.partial(_fake, _name)),
+        (f"{_name}_backward", _fake_backward),
+    ):
+        for _device in ("CPU", "CUDA"):
+            LIBRARY.impl(_each, functools.partial(_run, _each), _device)
+        torch.library.register_fake(
+            f"cuflash::{_each}", _fake_kernel, lib=LIBRARY
+        )

@@ -1,0 +1,93 @@
+"""torch.func.vmap of `weights`, `weight_sums`, `entropy` and gradients.
+
+As in `vmap`, the mapped axis joins batch, or calls run one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cuflash.request.vmap import Fold, is_folded
+
+from .readout_ops import COTANGENTS, POSITIONAL
+
+Given = Sequence[tuple[str, Any, bool]]  # name, tensor, whether it is mapped
+
+
+def mapped(
+    name: str,
+    call: Callable[..., Any],
+    info: Any,
+    dims: Sequence[int | None],
+    tensors: Sequence[Any],
+) -> tuple[Any, Any]:
+    """The results for tensors of which some are mapped, and their axes.
+
+    Parameters
+    ----------
+    name : str
+        Of a readout, or of its gradients.
+    call : callable
+        Makes it, of tensors in the order of the operator's schema.
+    info, dims
+        As torch.func tells them.
+    tensors : sequence of Tensor or None
+    """
+    names = ("q", "k", "lse", *POSITIONAL)
+    if name.endswith("_backward"):
+        names = (COTANGENTS[name.removesuffix("_backward")], *names)
+    given = [
+        (own, x if dim is None else x.movedim(dim, 0), dim is not None)
+        for own, x, dim in zip(names, tensors, dims, strict=True)
+    ]
+    run = _together if _joins(given) else _one_by_one
+    found = run(call, info.batch_size, given)
+    return found, 0 if isinstance(found, torch.Tensor) else (0,) * len(found)
+
+
+def _joins(given: Given) -> bool:
+    """Whether the mapped axis can join batch."""
+    there = [x for x in given if x[1] is not None]
+    names = tuple(name for name, *_ in there)
+    moves = [is_mapped for *_, is_mapped in there]
+    ranks = {name: x.ndim - is_mapped for name, x, is_mapped in there}
+    own = {name for name, _, is_mapped in there if is_mapped}
+    if ranks["q"] != 4 or not own.isdisjoint(("keys", "heads")):
+        return False
+    return is_folded(names, moves, False, ("q", "k", "lse"))
+
+
+def _together(call: Callable[..., Any], size: int, given: Given) -> Any:
+    q, is_mapped = next((x, y) for name, x, y in given if name == "q")
+    batch = q.shape[is_mapped]
+    fold = Fold(size, batch, ("q", "k", "lse"), torch.broadcast_to)
+
+    def joined(name: str, x: Any, is_mapped: bool) -> Any:
+        if x is None or name in ("keys", "heads"):
+            return x
+        if name == "queries":
+            if x.ndim == 1:
+                return x
+            if x.ndim - is_mapped == 1:
+                x = x[:, None]
+            lead = (size,) if is_mapped else ()
+            x = x.expand(*lead, batch, x.shape[-1])
+        return fold.joined(name, x, is_mapped)
+
+    found = call(*(joined(*x) for x in given))
+    if isinstance(found, torch.Tensor):
+        return fold.split(found, batch)
+    return tuple(fold.split(x, batch) for x in found)
+
+
+def _one_by_one(call: Callable[..., Any], size: int, given: Given) -> Any:
+    results = [
+        call(*(x[index] if is_mapped else x for _, x, is_mapped in given))
+        for index in range(size)
+    ]
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results)
+    return tuple(map(torch.stack, zip(*results, strict=True)))
