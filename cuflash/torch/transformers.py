@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from cuflash.errors import ShapeError, UnsupportedError
 
+from . import returned_weights
 from .attention import attention
 from .chosen_keys import chosen_blocks, chosen_keys
 from .masks import Mask
-
-_logger = logging.get_logger("cuflash.torch")
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
 # Of continuous batching: its pages, and where the tokens of a batch are.
@@ -34,7 +32,7 @@ _HARMLESS = {
     "they choose what the model returns": {
         *("output_hidden_states", "output_router_logits", "return_dict"),
         *("num_items_in_batch", "labels", "logits_to_keep"),
-        "output_attentions",  # answered by a warning
+        "output_attentions",  # answered by the weights
     },
     "other layers read them": {"seq_idx", "full_text_row_masked_out_mask"},
     "they count together": {*_PACKED, "max_length_q", "max_length_k"},
@@ -60,7 +58,7 @@ def attention_function(
     block_indices: torch.Tensor | None = None,
     deterministic: bool | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as Transformers calls it, with heads before tokens.
 
     The mask alone says what a query sees, as in Transformers' "eager":
@@ -82,15 +80,17 @@ def attention_function(
     Returns
     -------
     out : Tensor, (batch, seqlen_q, heads, head_dim_v)
-    None
-        The weights, which cuflash never has.
+    weights : Tensor, (batch, heads, seqlen_q, seqlen_k), or None
+        Only with ``output_attentions=True``, in the dtype of `query`: those
+        before dropout.
 
     Raises
     ------
     ShapeError
         If the mask is not as wide as there are keys.
     UnsupportedError
-        For a keyword that is not known here.
+        For a keyword that is not known here, and for weights that take more
+        than `returned_weights.MOST_BYTES`.
     """
     _refuse_unknown(module, kwargs)
     if is_causal is None:
@@ -99,6 +99,10 @@ def attention_function(
     if not q.dtype == k.dtype == v.dtype:  # float32 norms of some models
         q, k = q.to(v.dtype), k.to(v.dtype)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wanted = bool(kwargs.get("output_attentions"))
+    width = k.shape[1]
+    if wanted:
+        returned_weights.check_size(q, width)
     options: dict[str, Any] = {"scale": scaling, "dropout": dropout}
     if deterministic:
         options["deterministic"] = True
@@ -142,21 +146,23 @@ def attention_function(
         chosen = chosen[..., : k.shape[1]]
         shown = options.get("mask")
         options["mask"] = chosen if shown is None else chosen & shown
-    if sinks is None:
+    if sinks is None and not wanted:
         return attention(q, k, v, **options), None
     out, lse = attention(q, k, v, **options, return_lse=True)
+    weights = None
+    if wanted:
+        weights = returned_weights.of_call(q, k, lse, options, width)
+    if sinks is None:
+        return out, weights
     # A sink adds exp(sink) to a row's sum, which is exp(lse).
     kept = torch.sigmoid(lse.unsqueeze(-1) - sinks.to(lse.dtype))
-    return out * kept.transpose(1, 2).to(out.dtype), None
+    if weights is not None:
+        weights = weights * kept.to(weights.dtype)
+    return out * kept.transpose(1, 2).to(out.dtype), weights
 
 
 def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse what may change the output: a keyword that is not known here."""
-    if kwargs.get("output_attentions"):
-        _logger.warning_once(
-            "cuflash returns no attention weights: set attn_implementation "
-            "to eager for output_attentions=True"
-        )
     for name, x in kwargs.items():
         if x is None or x is False or name in _KNOWN:
             continue
@@ -199,7 +205,7 @@ def _packed(
     sliding_window: int | None,
     options: dict[str, Any],
     kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sequences end to end, told apart by cu_seq_lens_q and cu_seq_lens_k."""
     if isinstance(mask, Mask):
         is_causal, window = mask.causal, mask.window
@@ -212,8 +218,18 @@ def _packed(
         if isinstance(longest, int):  # a tensor may be on a GPU: not read
             options[f"max_seqlen_{x}"] = longest
     flat = [x.flatten(0, 1) for x in (q, k, v)]
-    out = attention(*flat, causal=is_causal, window=window, **options)
-    return out.view(*q.shape[:2], *out.shape[1:]), None
+    options |= {"causal": is_causal, "window": window}
+    if not kwargs.get("output_attentions"):
+        out = attention(*flat, **options)
+        return out.view(*q.shape[:2], *out.shape[1:]), None
+    if len(q) > 1:
+        raise UnsupportedError(
+            f"output_attentions=True is given with cu_seq_lens_q and a batch "
+            f"of {len(q)}, expected a batch of 1: all tokens end to end"
+        )
+    out, lse = attention(*flat, **options, return_lse=True)
+    weights = returned_weights.of_call(*flat[:2], lse, options, k.shape[1])
+    return out[None], weights[None]
 
 
 def _window(size: int | None, causal: bool) -> Any:

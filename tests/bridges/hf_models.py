@@ -42,7 +42,7 @@ def oracle(module, q, k, v, mask, scaling, softcap=None, s_aux=None, **_):
     if s_aux is not None:
         parts.append(s_aux.view(1, -1, 1, 1).expand_as(scores[..., :1]))
     weights = torch.cat(parts, -1).softmax(-1)[..., : k.shape[2]]
-    return (weights @ v).transpose(1, 2), None
+    return (weights @ v).transpose(1, 2), weights
 
 
 def oracle_mask(*arguments, **more):
