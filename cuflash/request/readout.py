@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 READOUTS = "weights", "weight_sums", "entropy"
 READOUT_GRADIENTS = tuple(f"{x}_backward" for x in READOUTS)
 
+# What their gradients take first.
+COTANGENTS = {
+    "weights": "dweights", "weight_sums": "dsums", "entropy": "dentropy",
+}  # fmt: skip
+
 # The arrays of READOUTS beside q, k, lse and the options: int32 indices, a
 # bool, and a number of lse's dtype.
 READOUT_ARRAYS = "queries", "keys", "heads", "chosen", "row_weights"

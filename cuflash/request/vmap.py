@@ -25,6 +25,10 @@ _RANK = {name: len(x.axes) for name, x in _ARRAYS.items() if "batch" in x.axes}
 _WHOLE = {x.name for x in TABLE} - _RANK.keys()
 _PACKS = {name for name, x in _ARRAYS.items() if not x.axes}
 
+# What readouts choose.
+_RANK |= {"queries": 2, "chosen": 2}
+_WHOLE |= {"keys", "heads"}
+
 
 def is_folded(
     inputs: Names, mapped: Sequence[bool], has_dropout: bool, wrt: Names
@@ -84,8 +88,10 @@ class Fold:
         """Whether an operand serves any number of sequences as it is."""
         if name not in _RANK or name in self.wrt:
             return False
-        broadcasts = _ARRAYS[name].broadcasts and x.shape[0] == 1
-        return broadcasts or x.ndim < _RANK[name]
+        if x.ndim < _RANK[name]:
+            return True
+        option = _ARRAYS.get(name)
+        return option is not None and option.broadcasts and x.shape[0] == 1
 
     def split(self, x: Any, batch: int) -> Any:
         """A result by mapped index; summed for an array with batch 1."""

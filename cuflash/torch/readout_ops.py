@@ -7,7 +7,6 @@ in each layer. Gradients have none of their own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from cuflash.api import readout_gradients as api_gradients
 from cuflash.api.arrays import open_arrays
 from cuflash.launch.runner import Kernels
 from cuflash.request.problem import Call, strip, strip_lse
-from cuflash.request.readout import READOUTS
+from cuflash.request.readout import COTANGENTS, READOUTS
 from cuflash.request.validate import readouts as validate
 
 from . import ops, request
@@ -35,9 +34,6 @@ _NUMBERS = (
     "ScalarType? dtype=None, str reduce='sum', "
     f"{', '.join(map(ops.in_schema, ops.NUMBERS))}"
 )
-COTANGENTS = {
-    "weights": "dweights", "weight_sums": "dsums", "entropy": "dentropy",
-}  # fmt: skip
 _GRADIENTS = "Tensor dq, Tensor dk, Tensor dlse, Tensor drow_weights"
 
 for _name, _cotangent in COTANGENTS.items():
@@ -88,7 +84,7 @@ def _run_named(
         queries = others.pop("queries")
         others["chosen"] = _flags(queries, given["q"])
     tensors = {**asked.tensors, **others}
-    call = asked.call(_check_of(name), given, tensors, own)
+    call = asked.call(validate.by_name(name), given, tensors, own)
     if request.reads_values():
         _check_values(name, call, own, asked.scalars)
     kernels = Kernels(backend)
@@ -122,26 +118,6 @@ def _of_schema(found: tuple[Any, ...], name: str, like: Any) -> Any:
     if not name.endswith("_backward"):
         return found[0]
     return found if len(found) == 4 else (*found, like.new_empty(0))
-
-
-@functools.cache
-def _check_of(name: str) -> Callable[..., Call]:
-    """`validate.readout` of arguments that all have names."""
-    arrays = ("q", "k", "lse", "row_weights", *COTANGENTS.values())
-    numbers = (
-        "scale", "causal", "block_q", "block_k", "precision", "dtype",
-        "reduce", "deterministic", "return_drow_weights",
-    )  # fmt: skip
-
-    def check(**arguments: Any) -> Call:
-        def taken(names: tuple[str, ...]) -> dict[str, Any]:
-            return {x: arguments.pop(x) for x in names if x in arguments}
-
-        given, choices = taken(arrays), taken((*CHOICES, "chosen"))
-        asked = taken(numbers)
-        return validate.readout(name, given, choices, arguments, **asked)
-
-    return check
 
 
 def _flags(queries: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from cuflash.request.readout import COTANGENTS
 from cuflash.request.vmap import Fold, is_folded
 
-from .readout_ops import COTANGENTS, POSITIONAL
+from .readout_ops import POSITIONAL
 
 Given = Sequence[tuple[str, Any, bool]]  # name, tensor, whether it is mapped
 
@@ -54,30 +55,17 @@ def _joins(given: Given) -> bool:
     names = tuple(name for name, *_ in there)
     moves = [is_mapped for *_, is_mapped in there]
     ranks = {name: x.ndim - is_mapped for name, x, is_mapped in there}
-    own = {name for name, _, is_mapped in there if is_mapped}
-    if ranks["q"] != 4 or not own.isdisjoint(("keys", "heads")):
-        return False
-    return is_folded(names, moves, False, ("q", "k", "lse"))
+    wrt = ("q", "k", "lse")
+    return ranks["q"] == 4 and is_folded(names, moves, False, wrt)
 
 
 def _together(call: Callable[..., Any], size: int, given: Given) -> Any:
     q, is_mapped = next((x, y) for name, x, y in given if name == "q")
     batch = q.shape[is_mapped]
     fold = Fold(size, batch, ("q", "k", "lse"), torch.broadcast_to)
-
-    def joined(name: str, x: Any, is_mapped: bool) -> Any:
-        if x is None or name in ("keys", "heads"):
-            return x
-        if name == "queries":
-            if x.ndim == 1:
-                return x
-            if x.ndim - is_mapped == 1:
-                x = x[:, None]
-            lead = (size,) if is_mapped else ()
-            x = x.expand(*lead, batch, x.shape[-1])
-        return fold.joined(name, x, is_mapped)
-
-    found = call(*(joined(*x) for x in given))
+    found = call(
+        *(None if x is None else fold.joined(n, x, y) for n, x, y in given)
+    )
     if isinstance(found, torch.Tensor):
         return fold.split(found, batch)
     return tuple(fold.split(x, batch) for x in found)

@@ -275,11 +275,11 @@ def _call(
         given["seed"] = 0  # weights are those before dropout
     tensors = _choices(name, choices, q, k)
     tensors |= arrays
-    inputs = (q, k, lse, row_weights, *map(tensors.get, POSITIONAL[1:]))
+    operands = (q, k, lse, row_weights, *map(tensors.get, POSITIONAL[1:]))
     numbers |= given
     if not compiling and torch._C._are_functorch_transforms_active():
-        return Readout.apply(name, numbers, *inputs)
-    return getattr(OPERATORS, name)(*inputs, **numbers)
+        return Readout.apply(name, numbers, *operands)
+    return getattr(OPERATORS, name)(*operands, **numbers)
 
 
 def _choices(

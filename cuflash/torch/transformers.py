@@ -228,7 +228,8 @@ def _packed(
             f"of {len(q)}, expected a batch of 1: all tokens end to end"
         )
     out, lse = attention(*flat, **options, return_lse=True)
-    weights = returned_weights.of_call(*flat[:2], lse, options, k.shape[1])
+    of_call = returned_weights.of_call
+    weights = of_call(flat[0], flat[1], lse, options, k.shape[1])
     return out[None], weights[None]
 
 

@@ -6,7 +6,8 @@ checks what is chosen, row weights, and cotangents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,7 +17,12 @@ from cuflash.errors import DTypeError, ShapeError, ValueRangeError, in_words
 from cuflash.request import checks
 from cuflash.request.layouts import broadcasts
 from cuflash.request.problem import Call, Layout, Problem, Signature
-from cuflash.request.readout import Readout, weights_shape
+from cuflash.request.readout import (
+    COTANGENTS,
+    READOUT_ARRAYS,
+    Readout,
+    weights_shape,
+)
 from cuflash.request.validate.attention import signature_of, split_options
 from cuflash.request.validate.descriptions import (
     describe,
@@ -29,6 +35,12 @@ from cuflash.request.validate.scalars import scalars_of
 from cuflash.request.validate.shapes import axes_in_words, check_integers
 
 REDUCTIONS = ("sum", "max")
+
+# The arguments of `readout` that are neither arrays nor options.
+_ASKED = (
+    "scale", "causal", "block_q", "block_k", "precision", "deterministic",
+    "dtype", "reduce", "return_drow_weights",
+)  # fmt: skip
 
 # Arrays that have not the axes and the dtype of q, k or lse.
 _APART = "dweights", "row_weights"
@@ -88,6 +100,22 @@ def readout(
         signature, own, None, {**asked.arrays, **others, **chosen},
         mod_numbers=asked.numbers,
     )  # fmt: skip
+
+
+@functools.cache
+def by_name(direction: str) -> Callable[..., Call]:
+    """`readout` for a direction, with a name for each argument."""
+
+    def check(**arguments: Any) -> Call:
+        def taken(names: Iterable[str]) -> dict[str, Any]:
+            return {x: arguments.pop(x) for x in names if x in arguments}
+
+        given = taken(("q", "k", "lse", "row_weights", *COTANGENTS.values()))
+        chosen, asked = taken(READOUT_ARRAYS), taken(_ASKED)
+        return readout(direction, given, chosen, arguments, **asked)
+
+    check.__name__ = direction
+    return check
 
 
 def _name_of(dtype: Any) -> str:
