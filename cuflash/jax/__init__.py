@@ -37,11 +37,19 @@ except ImportError as error:
 
 from .attention import attention
 from .merging import merge_states
+from .readouts import entropy, weight_sums, weights
 from .rotary import apply_rotary
 
 del _buffer_callback
 
-__all__ = ["apply_rotary", "attention", "merge_states"]
+__all__ = [
+    "apply_rotary",
+    "attention",
+    "entropy",
+    "merge_states",
+    "weight_sums",
+    "weights",
+]
 
 
 if not TYPE_CHECKING:  # mypy knows what there is

@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from cuflash import settings
 from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
-from cuflash.request.options import INDICES, UNTRACED
-from cuflash.request.problem import Call, strip, strip_lse
-from cuflash.request.validate import host_values
+from cuflash.request.options import UNTRACED
+from cuflash.request.problem import strip, strip_lse
 
 from . import batching, calls, cpu, cuda, derivatives  # noqa: F401  (rules)
 from .abstract import abstract
+from .arguments import check_offsets, equally_varying, full, with_int32
 from .calls import Asked, asked_of
-from .checks import check_array, check_static, on_host
+from .checks import check_array, check_static
 from .primitives import attention_p
 
 if TYPE_CHECKING:
@@ -167,14 +165,14 @@ def attention(
 def _bind(given: dict[str, Any], asked: Asked, return_lse: Any) -> Any:
     types = {name: abstract(x) for name, x in given.items()}
     call = calls.forward(tuple(given), asked, return_lse).check(types)
-    given = _with_int32(given)
+    given = with_int32(given)
     packed = "cu_seqlens_q" in given
     if packed:
-        _check_offsets(given, call)
+        check_offsets(given, call)
     else:
-        given = {name: _full(name, x, call.rank) for name, x in given.items()}
+        given = {name: full(name, x, call.rank) for name, x in given.items()}
     results = attention_p.bind(
-        *_equally_varying(list(given.values())),
+        *equally_varying(list(given.values())),
         names=tuple(given),
         asked=asked,
         return_lse=call.return_lse,
@@ -182,71 +180,6 @@ def _bind(given: dict[str, Any], asked: Asked, return_lse: Any) -> Any:
     if not packed:
         results = [_stripped(x, call.rank) for x in results]
     return tuple(results) if call.return_lse else results[0]
-
-
-def _equally_varying(arrays: list[Any]) -> list[Any]:
-    """The arrays, marked as varying over the same axes of shard_map.
-
-    The transpose sums gradients over the axes along which an array was
-    replicated.
-    """
-    arrays = [jnp.asarray(x, dtype=x.dtype) for x in arrays]
-    types = [jax.typeof(x) for x in arrays]
-    axes = frozenset().union(*(x.mat.varying for x in types))
-    return [
-        jax.lax.pcast(x, tuple(axes - own), to="varying")
-        if (own := kind.mat.varying) != axes
-        else x
-        for x, kind in zip(arrays, types, strict=True)
-    ]
-
-
-def _with_int32(given: dict[str, Any]) -> dict[str, Any]:
-    """The arrays, those of wider integers as int32.
-
-    Raises
-    ------
-    ValueRangeError
-        If one holds a number that does not fit, and the host may read it.
-    """
-    found = dict(given)
-    for name, array in given.items():
-        is_index = name in INDICES
-        if not is_index or np.can_cast(array.dtype, np.int32):
-            continue
-        values = on_host(array)
-        if values is not None:
-            values = host_values.integers_on_host(name, values)
-        is_ours = isinstance(array, jax.Array)
-        found[name] = array.astype(np.int32) if is_ours else values
-    return found
-
-
-def _check_offsets(given: dict[str, Any], call: Call) -> None:
-    """Raise for offsets that are invalid, if the host may read them.
-
-    Here, because an error of a callback comes inside one of JAX's.
-    """
-    p = call.problem
-    for name, total, longest in (
-        ("cu_seqlens_q", p.seqlen_q, p.max_seqlen_q),
-        ("cu_seqlens_k", p.seqlen_k, p.max_seqlen_k),
-    ):
-        values = on_host(given[name])
-        if values is not None:
-            host_values.check_offsets(name, values.tolist(), total, longest)
-
-
-def _full(name: str, array: Any, rank: int) -> Any:
-    """An argument with the axes that q, of a rank, may leave out."""
-    if name in ("q", "k", "v"):
-        missing = {4: (), 3: (0,), 2: (0, 2)}[rank]
-        return jnp.expand_dims(array, missing)
-    if name in ("bias", "mask"):
-        return jnp.expand_dims(array, tuple(range(4 - array.ndim)))
-    if name.startswith("segment_ids") and array.ndim == 1 and rank < 4:
-        return array[None]
-    return array
 
 
 def _stripped(array: Any, rank: int) -> Any:

@@ -22,6 +22,7 @@ from .primitives import (
     attention_p,
     gradients_p,
     gradients_tangent_p,
+    readout_p,
     second_gradients_p,
     second_tangent_p,
     tangent_p,
@@ -68,6 +69,31 @@ def _second_gradient_names(
     inputs, _wrt, _n = _gradient_names(names, wrt, has_dlse)
     outputs = (*wrt, *("out", "lse")[: 1 + has_dlse])
     return (*moved, *inputs), outputs, len(moved)
+
+
+def _readout_rule(
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    names: Names,
+    **params: Any,
+) -> Results:
+    bind = functools.partial(readout_p.bind, names=names, **params)
+    mapped = [axis is not None for axis in axes]
+    front = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    wrt = ("q", "k", "lse")
+    if not is_folded(names, mapped, False, wrt):
+        results = _one_by_one(bind, front, mapped)
+        return results, [0] * len(results)
+    size = front[mapped.index(True)].shape[0]
+    at = names.index("q")
+    batch = front[at].shape[mapped[at]]
+    fold = Fold(size, batch, wrt, jnp.broadcast_to)
+    results = bind(*map(fold.joined, names, front, mapped))
+    return [fold.split(x, batch) for x in results], [0] * len(results)
 
 
 def _rule(
@@ -198,3 +224,4 @@ for _primitive, _names in (
         _rule, _primitive, _names
     )
 batching.primitive_batchers[tangent_p] = _tangent_rule
+batching.primitive_batchers[readout_p] = _readout_rule

@@ -14,8 +14,10 @@ from cuflash.plans import plan
 from cuflash.request import checks
 from cuflash.request.options import MOVED
 from cuflash.request.problem import Call
+from cuflash.request.readout import READOUT_GRADIENTS
 from cuflash.request.validate import attention as validate
 from cuflash.request.validate import derivatives as validate_derivatives
+from cuflash.request.validate import readouts as validate_readouts
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
 from cuflash.request.vmap import Names
 
@@ -147,6 +149,18 @@ def second_gradients(
         ("d2q", "d2k", "d2v", "ddout", *options, *ddlse),
         (*(f"d2{name}" for name in wrt), "ddout", *ddlse),
     )
+
+
+def readout(direction: str, names: Names, asked: Asked) -> Traced:
+    """`weights`, `weight_sums`, `entropy`, or the gradients of one."""
+    given = dict(asked)
+    results: Names = ("result",)
+    if direction in READOUT_GRADIENTS:
+        results = ("dq", "dk", "dlse")
+        if given.get("return_drow_weights"):
+            results = (*results, "drow_weights")
+    check = validate_readouts.by_name(direction)
+    return Traced(check, given, names, results, results)
 
 
 def _without(asked: Asked, names: Collection[str]) -> dict[str, Any]:

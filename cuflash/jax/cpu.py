@@ -13,6 +13,9 @@ from jax.interpreters import mlir
 
 from cuflash.api import attention as api_attention
 from cuflash.api import derivatives as api_derivatives
+from cuflash.api import readout as api_readout
+from cuflash.api import readout_gradients as api_readout_gradients
+from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
 
 from .calls import Traced
 from .primitives import MADE_BY
@@ -25,10 +28,13 @@ _APIS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "backward": (api_attention, ()),
     "jvp": (api_derivatives, ("q_dot", "k_dot", "v_dot")),
     "double_backward": (api_derivatives, ("ddq", "ddk", "ddv")),
+    **{x: (api_readout, ()) for x in READOUTS},
+    **{x: (api_readout_gradients, ()) for x in READOUT_GRADIENTS},
 }
 
-# Results that calls store where they are told.
+# Results that calls store where they are told, but for those of some modules.
 _IN_PLACE = "out", "dq", "dk", "dv"
+_OWN_RESULTS = api_readout, api_readout_gradients
 
 
 def _types(avals: Any) -> list[jax.ShapeDtypeStruct]:
@@ -37,7 +43,9 @@ def _types(avals: Any) -> list[jax.ShapeDtypeStruct]:
 
 def _callback(call: Traced) -> Callback:
     """What XLA calls: the call on NumPy arrays that share its buffers."""
-    module, required = _APIS[call.validate.__name__]
+    name = call.validate.__name__
+    module, required = _APIS[name]
+    in_place = () if module in _OWN_RESULTS else _IN_PLACE
 
     def run(context: Any, results: Any, *buffers: Any) -> None:
         arrays: dict[str, Any] = dict.fromkeys(required)
@@ -46,13 +54,15 @@ def _callback(call: Traced) -> Callback:
             arrays["seed"] = int(arrays["seed"]) % 2**64
         named = zip(call.results, map(np.asarray, results), strict=True)
         into = dict(named)
-        placed = {name: into[name] for name in _IN_PLACE if name in into}
-        api = getattr(module, call.validate.__name__)
+        placed = {own: into[own] for own in in_place if own in into}
+        if "chosen" in arrays:  # as `weight_sums` calls flags
+            arrays["queries"] = arrays.pop("chosen")
+        api = getattr(module, name)
         found = api(**arrays, **placed, **call.arguments)
         found = found if isinstance(found, tuple) else (found,)
-        for name, x in zip(call.returned, found, strict=True):
-            if name in into and name not in placed:
-                into[name][...] = x
+        for own, x in zip(call.returned, found, strict=True):
+            if own in into and own not in placed:
+                into[own][...] = x
 
     return run
 

@@ -19,6 +19,7 @@ from cuflash.backends.base import Backend
 from cuflash.launch.runner import Kernels
 from cuflash.request import options
 from cuflash.request.problem import Call
+from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
 
 from .abstract import Abstract, abstract
 from .calls import Traced
@@ -140,7 +141,13 @@ def _call_buffers(
 
 
 def _run(direction: str, call: Call, backend: Backend) -> tuple[Any, ...]:
-    return getattr(Kernels(backend), direction)(call)
+    kernels = Kernels(backend)
+    if direction in READOUTS:
+        return (kernels.readout(call),)
+    if direction in READOUT_GRADIENTS:
+        return kernels.readout_backward(call)
+    found: tuple[Any, ...] = getattr(kernels, direction)(call)
+    return found
 
 
 def _results(

@@ -5,6 +5,8 @@
     gradients:        dout, dlse; x, ...   -> dx               `backward`
     second_tangent:   x'; x', x, ...       -> out'', lse''     never runs
     gradients_tangent: dout', dlse', x'; dout, dlse, x, ... -> dx'
+    readout:          q, k, lse, ...       -> its result       `weights`, ...
+                      d of it, q, k, lse, ... -> dq, dk, dlse  `*_backward`
     second_gradients: ddx; dout, dlse, x, ... -> d2x, ddout, ddlse
                                                           `double_backward`
 
@@ -26,6 +28,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cuflash.errors import UnsupportedError
+from cuflash.request.readout import weights_shape
 from cuflash.request.vmap import Names
 
 from . import calls
@@ -55,6 +58,7 @@ second_tangent_p = _primitive("cuflash_attention_second_tangent")
 gradients_p = _primitive("cuflash_attention_gradients")
 gradients_tangent_p = _primitive("cuflash_attention_gradients_tangent")
 second_gradients_p = _primitive("cuflash_attention_second_gradients")
+readout_p = _primitive("cuflash_readout")
 
 
 # ---- Shapes ----
@@ -153,6 +157,25 @@ def _second_gradient_types(
     return [_like(x, x.shape, x.dtype) for x in arrays]
 
 
+@readout_p.def_abstract_eval
+def _readout_types(*operands: Any, **params: Any) -> list[Any]:
+    traced = calls.readout(**params)
+    given = traced.named(operands)
+    call = traced.check({name: abstract(x) for name, x in given.items()})
+    problem, q, lse = call.problem, given["q"], given["lse"]
+    assert problem.readout is not None
+    if problem.direction == "weights":
+        shape = weights_shape(problem)[4 - call.rank :]
+        return [_like(q, shape, np.dtype(problem.readout.dtype))]
+    if problem.direction == "weight_sums":
+        shape = (*lse.shape[:-1], problem.seqlen_k)
+        return [_like(q, shape, lse.dtype)]
+    if problem.direction == "entropy":
+        return [_like(q, lse.shape, lse.dtype)]
+    like = (given[x.removeprefix("d")] for x in traced.results)
+    return [_like(x, x.shape, x.dtype) for x in like]
+
+
 def _other_platform(context: Any, *operands: Any, **params: Any) -> NoReturn:
     raise UnsupportedError(
         "cuflash.jax.attention is lowered for "
@@ -166,6 +189,7 @@ MADE_BY: tuple[tuple[Primitive, Callable[..., Traced]], ...] = (
     (tangent_p, calls.tangent),
     (gradients_p, calls.backward),
     (second_gradients_p, calls.second_gradients),
+    (readout_p, calls.readout),
 )
 for _each, _ in MADE_BY:
     mlir.register_lowering(_each, _other_platform)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
+from cuflash.request.readout import READOUTS
 
 
 class Bridges(NamedTuple):
@@ -44,7 +44,14 @@ _BY_CALL = {
         "cuflash.torch.apply_rotary", "cuflash.jax.apply_rotary"
     ),
     "distributed": Bridges("cuflash.torch.distributed_attention", ""),
-    **dict.fromkeys((*READOUTS, *READOUT_GRADIENTS), Bridges("", "")),
+    **{x: Bridges(f"cuflash.torch.{x}", f"cuflash.jax.{x}") for x in READOUTS},
+    **{
+        f"{x}_backward": Bridges(
+            f"torch.autograd.grad of cuflash.torch.{x}",
+            f"jax.vjp of cuflash.jax.{x}",
+        )
+        for x in READOUTS
+    },
 }
 
 
@@ -66,10 +73,8 @@ def requiring_grad(call: str, name: str) -> str:
     if call == "forward":
         detached += " and call cuflash.backward"
     if call in READOUTS:
-        return f"{detached} and call cuflash.{call}_backward"
+        detached += f" and call cuflash.{call}_backward"
     bridge = _BY_CALL[call].torch
-    if not bridge:
-        return f"its gradients have none of their own: {detached}"
     return f"for automatic differentiation write {bridge} (or {detached})"
 
 
@@ -90,8 +95,6 @@ def missing(bridge: str, name: str) -> str:
             "what is not filled, or call cuflash.forward_kvcache with CuPy or "
             "NumPy arrays"
         )
-    if name in (*READOUTS, *READOUT_GRADIENTS):
-        return f": call cuflash.{name} with CuPy or NumPy arrays"
     found = _BY_CALL.get(name)
     written = getattr(found, bridge) if found else ""
     return f": write {written}" if written else ""

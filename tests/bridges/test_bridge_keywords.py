@@ -10,6 +10,7 @@ jax = pytest.importorskip("jax", reason="needs JAX")
 
 import cuflash.jax  # noqa: E402
 import cuflash.torch  # noqa: E402
+from cuflash.request.readout import READOUTS  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +20,11 @@ CALLS = [
     (cuflash.torch, "distributed_attention"),
     (cuflash.torch, "forward_kvcache"),
     (cuflash.torch, "merge_states"),
+    *((cuflash.torch, name) for name in READOUTS),
     (cuflash.jax, "attention"),
     (cuflash.jax, "apply_rotary"),
     (cuflash.jax, "merge_states"),
+    *((cuflash.jax, name) for name in READOUTS),
 ]
 CURES = {
     "attention": ("is_causal", "write causal"),
@@ -29,6 +32,7 @@ CURES = {
     "distributed_attention": ("softmax_scale", "write scale"),
     "forward_kvcache": ("block_table", "write page_table"),
     "merge_states": ("out_b", "write more, without a name"),
+    **dict.fromkeys(READOUTS, ("softmax_scale", "write scale")),
 }
 
 
