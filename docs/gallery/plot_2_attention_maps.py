@@ -2,10 +2,9 @@
 Attention maps
 ==============
 
-The weights P are never stored, but the call gives them to whoever asks: with
-the identity as v, out = P I = P. That serves up to 512 keys, the largest
-head_dim_v; for more, pass slices of the identity, one call each. Here
-four heads are made by hand to read a sentence in four ways.
+``forward`` never stores the weights P, but ``weights`` computes those that are
+asked for, from q, k and lse. Here four heads are made by hand to read a
+sentence in four ways.
 """
 
 import matplotlib.pyplot as plt
@@ -43,8 +42,9 @@ cos, sin = cuflash.rotary_tables(seqlen, seqlen, 100.0, dtype=q.dtype)
 for x in (q, k):
     x[None, :, 3:] = cuflash.apply_rotary(x[None, :, 3:], cos, sin)
 
-identity = np.eye(seqlen)[:, None].repeat(len(heads), axis=1)
-maps = cuflash.forward(q, k, identity, scale=1.0, causal=True)
+options = {"scale": 1.0, "causal": True}
+_, lse = cuflash.forward(q, k, k, return_lse=True, **options)
+maps = cuflash.weights(q, k, lse, **options)  # (heads, queries, keys)
 
 # %%
 # Rows are queries, columns keys; each row adds up to 1. The upper triangle is
@@ -53,7 +53,7 @@ maps = cuflash.forward(q, k, identity, scale=1.0, causal=True)
 
 fig, axes = plt.subplots(2, 2, figsize=(9, 9))
 for ax, name, head in zip(axes.flat, heads, range(len(heads)), strict=True):
-    ax.imshow(maps[:, head], cmap="Blues", vmin=0, vmax=1)
+    ax.imshow(maps[head], cmap="Blues", vmin=0, vmax=1)
     ax.set_title(name)
     ax.set_xticks(range(seqlen), letters)
     ax.set_yticks(range(seqlen), letters)
