@@ -22,7 +22,13 @@ from cuflash.launch.run import run
 from cuflash.plans.plan import FamilyName
 from cuflash.plans.readouts import chosen
 from cuflash.request import layouts, options
-from cuflash.request.problem import Call, Layout, Problem, Signature
+from cuflash.request.problem import (
+    Call,
+    Layout,
+    Problem,
+    Signature,
+    strip_lse,
+)
 
 
 def readout(call: Call, backend: Backend) -> Any:
@@ -126,9 +132,10 @@ def _shapes_of(p: Problem) -> dict[str, tuple[int, ...]]:
 
 def _summed(of_rows: Any, call: Call) -> Any:
     """Gradients of all rows, as row weights of the user's shape have them."""
-    missing = 4 - call.rank
-    full = of_rows.reshape(of_rows.shape[missing:])
+    full = strip_lse(of_rows, call.rank)
     shape = tuple(call.options["row_weights"].shape)
+    if shape == tuple(full.shape):  # always so for JAX, which only records
+        return full
     extra = tuple(range(full.ndim - len(shape)))
     shared = [
         i + len(extra)
