@@ -1,0 +1,71 @@
+"""Readouts on CUDA's path of `cuflash.jax`, emulated: NumPy arrays' bits."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="tests of cuflash.jax need it")
+
+import jax.numpy as jnp  # noqa: E402
+from jax_data import assert_same, inputs  # noqa: E402
+from jax_machines import STREAM, by_the_driver  # noqa: E402
+
+import cuflash  # noqa: E402
+import cuflash.jax  # noqa: E402
+from helpers.host_compiler import needs_compiler  # noqa: E402
+
+pytestmark = [pytest.mark.slow, needs_compiler]
+
+ROWS = np.arange(4, dtype="float32")[:, None]
+CHOICES = {
+    "weights": {"queries": [-1, 2], "keys": [4, 0], "heads": [1]},
+    "weight_sums": {"queries": np.array([[-1, 2], [0, 0]])},
+    "entropy": {},
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_results_and_gradients(name):
+    q, k, v = inputs().values()
+    given = {"causal": True, **CHOICES[name]}
+
+    def call(*arrays):
+        return getattr(cuflash.jax, name)(*arrays, **given)
+
+    with by_the_driver("sm_80") as device:
+        _, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+        expected = getattr(cuflash, name)(q, k, lse, **given)
+        dresult = np.cos(np.arange(expected.size, dtype="float32"))
+        dresult = dresult.reshape(expected.shape)
+        backward = getattr(cuflash, f"{name}_backward")
+        gradients = backward(dresult, q, k, lse, **given)
+        device.launches.clear()
+        got, vjp = jax.vjp(jax.jit(call), *map(jnp.asarray, (q, k, lse)))
+        pulled = vjp(jnp.asarray(dresult))
+        jax.block_until_ready(pulled)
+        entries = {entry for entry, _ in device.launches}
+    assert {f"{name}_fma", "readout_gradients_fma"} <= entries
+    assert {stream for _, stream in device.launches} == {STREAM}
+    for x, y in zip((got, *pulled), (expected, *gradients), strict=True):
+        assert_same(x, y)
+
+
+def test_row_weights():
+    """Their gradients are summed by JAX: kernels know the shape of lse."""
+    q, k, v = inputs().values()
+    with by_the_driver("sm_80"):
+        _, lse = cuflash.forward(q, k, v, return_lse=True)
+        sums = cuflash.weight_sums(q, k, lse, row_weights=ROWS)
+        *_, expected = cuflash.weight_sums_backward(
+            2 * sums, q, k, lse, row_weights=ROWS, return_drow_weights=True
+        )
+
+        def loss(rows):
+            sums = cuflash.jax.weight_sums(q, k, lse, row_weights=rows)
+            return (sums**2).sum()
+
+        got = jax.grad(loss)(jnp.asarray(ROWS))
+        jax.block_until_ready(got)
+    # Sums of 10 rows in another order; no term is negative.
+    assert got.shape == expected.shape
+    bound = 10 * 2.0**-23 * abs(expected).max()
+    assert abs(np.asarray(got) - expected).max() <= bound
