@@ -19,12 +19,12 @@ PLACES = {
     "request/options": ("the table",),
     "request/problem": ("a field for each",),
     "request/traced": (
-        "from functions to graphs",
-        "score_mod mask_mod mod_arrays return_dmod",
+        "from functions to graphs; advice on arrays given as functions",
+        "score_mod mask mask_mod mod_arrays return_dmod",
     ),
     "expressions": (
-        "the two roles, what built-in options compute",
-        "mask mask_mod score_mod softcap",
+        "the two roles, what built-in options compute, advice",
+        "bias mask mask_mod score_mod softcap",
     ),
     "request/checks": ("one check each", "window softcap dropout seed"),
     "request/fields": (
@@ -32,8 +32,15 @@ PLACES = {
     ),
     "request/softcap": ("how its tanh is computed", "softcap dropout"),
     "api/types": ("type checkers read text",),
-    "api/tile_mask": ("its arguments", "mask_mod mod_arrays"),
-    "api/attention": ("overloads", "return_dbias return_dsink return_dmod"),
+    "api/tile_mask": ("its arguments", "mask mask_mod mod_arrays"),
+    "api/attention": (
+        "overloads, a TileMask",
+        "mask_mod return_dbias return_dsink return_dmod",
+    ),
+    "api/reads": ("reads of the two roles", "mask_mod score_mod"),
+    "api/lse_of_call": (
+        "the bound of a score", "alibi_slopes dropout score_mod seed softcap",
+    ),
     "api/vjp": (
         "arguments of its own", "return_dbias return_dsink return_dmod",
     ),
@@ -46,9 +53,9 @@ PLACES = {
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
     "request/validate/attention": (
         "bounds, packing, a shape, a seed, directions",
-        "alibi_slopes bias cu_seqlens cu_seqlens_q mask_mod score_mod seed"
-        " window",
+        "alibi_slopes bias cu_seqlens cu_seqlens_q seed window",
     ),
+    "request/validate/readouts": ("weights are before it", "dropout"),
     "request/validate/functions": (
         "what built-in options give", "mask_mod score_mod softcap window",
     ),
@@ -72,7 +79,8 @@ PLACES = {
         "mask_mod max_seqlen_k max_seqlen_q segment_ids window",
     ),
     "plans/expression": (
-        "the kernels' texts", "score_mod mask_mod mod_arrays return_dmod",
+        "the kernels' texts, on what flags of tiles depend",
+        "score_mod mask_mod mod_arrays return_dmod segment_ids window",
     ),
     "plans/steps": (
         "dtypes, launches",
@@ -112,6 +120,10 @@ PLACES = {
     "torch/kvcache_ops": ("the schema", "cu_seqlens_q window"),
     "torch/masks": ("of models", "window"),
     "torch/ops": ("the schema", "dropout seed window"),
+    "torch/readouts": (
+        "the schema, no gradient, before dropout", "bias dropout seed window",
+    ),
+    "torch/returned_weights": ("no gradient by weights", "bias"),
     "torch/request": ("offsets are checked", "cu_seqlens_q seed"),
     "torch/sdpa": ("theirs", "bias dropout mask window"),
     "torch/transformers": (
@@ -124,10 +136,14 @@ PLACES = {
     ),
     "torch/vmap": ("axes", "bias"),
     "jax": ("a seed may be an array", "seed"),
-    "jax/attention": (
-        "axes, values on the host",
-        "bias cu_seqlens_q cu_seqlens_k mask max_seqlen_q max_seqlen_k seed"
-        " segment_ids window",
+    "jax/attention": ("values on the host", "cu_seqlens_q seed window"),
+    "jax/arguments": (
+        "axes",
+        "bias cu_seqlens_q cu_seqlens_k mask max_seqlen_q max_seqlen_k"
+        " segment_ids",
+    ),
+    "jax/readouts": (
+        "as jax/attention, before dropout", "cu_seqlens_q dropout seed window",
     ),
     "jax/batching": ("by position in the batch", "dropout"),
     "jax/cuda": ("is converted", "alibi_slopes seed"),

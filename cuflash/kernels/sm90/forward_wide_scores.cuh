@@ -163,8 +163,8 @@ struct ScoreWarpgroup {
         p.next();
     }
 
-    // lse and max_score, and what acc is multiplied by. NaN for rows that need recompute_row: all of O is then
-    // NaN.
+    // lse and max_score, and what acc is multiplied by. NaN for rows that need recompute_row: all
+    // of O is then NaN.
     __device__ __forceinline__ void finish_rows(RowFactors& factors) const {
         const QueryTile tile = shared.work_tiles[work_slot(q)];
         float* lse = lse_of(args.arrays, tile);
