@@ -35,8 +35,10 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
     }
 }
 
-// Of what the warp's 16 keys read of the query tile: read_ahead().
+// Of what the warp's 16 keys read of the query tile: read_ahead(). Not of narrow heads, whose S takes
+// no longer than the reads (docs/lab/expressions.md).
 __device__ __forceinline__ u32 read_tile(const LanePairs& pairs, const Arguments& args) {
+    if (HEAD_DIM <= 64) return 0;
     ScoreMod<float> score_mod(args);
     score_mod.set_head(args, pairs.batch, pairs.head);
     score_mod.set_user(args, pairs.batch, pairs.head, pairs.seqlen_q, pairs.seqlen_k);
@@ -44,6 +46,7 @@ __device__ __forceinline__ u32 read_tile(const LanePairs& pairs, const Arguments
     return read_ahead<BLOCK_Q + 16>(
         score_mod, pairs.query - lane % 4 * 2 + BLOCK_Q - 1, pairs.key - lane / 4);
 }
+
 // x becomes the user's function of scale x (SCORE_MOD), the derivative of x with it.
 template <class Mod>
 __device__ __forceinline__ void apply_user_score(
