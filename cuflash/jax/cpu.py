@@ -43,8 +43,8 @@ def _types(avals: Any) -> list[jax.ShapeDtypeStruct]:
 
 def _callback(call: Traced) -> Callback:
     """What XLA calls: the call on NumPy arrays that share its buffers."""
-    name = call.validate.__name__
-    module, required = _APIS[name]
+    direction = call.validate.__name__
+    module, required = _APIS[direction]
     in_place = () if module in _OWN_RESULTS else _IN_PLACE
 
     def run(context: Any, results: Any, *buffers: Any) -> None:
@@ -54,15 +54,15 @@ def _callback(call: Traced) -> Callback:
             arrays["seed"] = int(arrays["seed"]) % 2**64
         named = zip(call.results, map(np.asarray, results), strict=True)
         into = dict(named)
-        placed = {own: into[own] for own in in_place if own in into}
+        placed = {name: into[name] for name in in_place if name in into}
         if "chosen" in arrays:  # as `weight_sums` calls flags
             arrays["queries"] = arrays.pop("chosen")
-        api = getattr(module, name)
+        api = getattr(module, direction)
         found = api(**arrays, **placed, **call.arguments)
         found = found if isinstance(found, tuple) else (found,)
-        for own, x in zip(call.returned, found, strict=True):
-            if own in into and own not in placed:
-                into[own][...] = x
+        for name, x in zip(call.returned, found, strict=True):
+            if name in into and name not in placed:
+                into[name][...] = x
 
     return run
 
