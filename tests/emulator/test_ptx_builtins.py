@@ -74,6 +74,21 @@ def test_shuffles_exchange_lanes(name, backend, seed, mask):
 
 
 @on_both
+@given(SEEDS)
+def test_extremes_of_a_warp(backend, seed):
+    """redux_min and redux_max, negative ints included."""
+    x = np.random.default_rng(seed).integers(
+        -(2**31), 2**31, 64, np.int64
+    ).astype(np.int32)  # fmt: skip
+    least, most = per_thread(
+        "warp_extremes", [x], [np.int32, np.int32], backend
+    )
+    warps = x.reshape(2, 32)
+    assert_arrays_equal(least, warps.min(1).repeat(32), "least")
+    assert_arrays_equal(most, warps.max(1).repeat(32), "most")
+
+
+@on_both
 @given(seed=SEEDS, share=st.sampled_from([0, 0.01, 0.1, 0.9]))
 def test_a_block_hears_of_any_of_its_threads(backend, seed, share):
     """Any nonzero int is true, whichever bits are set."""

@@ -5,6 +5,8 @@
 #pragma once
 #include "engine.h"
 
+extern "C" void* memcpy(void*, const void*, __SIZE_TYPE__) noexcept;
+
 #define __global__
 #define __device__
 #define __shared__

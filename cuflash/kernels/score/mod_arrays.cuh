@@ -98,7 +98,7 @@ template <class To, class T>
 __noinline__ Interval<typename EndOf<To>::type> slice(
     const T* data, i64 stride, int size, i64 first, i64 last) {
     using End = typename EndOf<To>::type;
-    const i64 more = last - first;                          // elements than one
+    const u64 more = static_cast<u64>(last) - static_cast<u64>(first);      // elements than one
     if (more > 0 && (first < 0 || last >= size || more >= LONGEST_SLICE)) {
         if constexpr (IS_BOOL<To>) return {0, 1};
         else return unknown<To>();
@@ -110,7 +110,7 @@ __noinline__ Interval<typename EndOf<To>::type> slice(
     Interval<End> found = interval<End>(number(0));
     bool unordered = found.low != found.low;
     #pragma unroll 2
-    for (int i = threadIdx.x % 32; i <= more; i += 32) {
+    for (u64 i = threadIdx.x % 32; i <= more; i += 32) {
         const End x = number(i);
         unordered |= x != x;
         found = {x < found.low ? x : found.low, x > found.high ? x : found.high};

@@ -251,7 +251,6 @@ struct Iterate {
             shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
         float s[S_REGS], dp[S_REGS], dq[DQ_REGS], derivatives[S_REGS];
         u32 p[S_REGS / 2];
-
         mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
         LaneRows<EARLY_STATISTICS> lane_rows(rows, first_column);
         lane_rows.load_lse();
@@ -275,7 +274,6 @@ struct Iterate {
         compute_bits(pairs, args, dropout, pair_mask, mask, rows, is_cut, has_boundary);
         wgmma_wait<1>();                                    // S
         warpgroup_fence_operand(s);
-
         use_word(ahead);
         compute_p(s, derivatives, p, lane_rows, scale_log2, args, pairs, dropout, zero_masked,
                   is_cut || has_boundary);

@@ -35,8 +35,8 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
     }
 }
 
-// Of what the warp's 16 keys read of the query tile: read_ahead(). Not of narrow heads, whose S takes
-// no longer than the reads (docs/lab/expressions.md).
+// Of what the warp's 16 keys read of the query tile: read_ahead(). Not of narrow heads, whose S
+// takes no longer than the reads (docs/lab/expressions.md).
 __device__ __forceinline__ u32 read_tile(const LanePairs& pairs, const Arguments& args) {
     if (HEAD_DIM <= 64) return 0;
     ScoreMod<float> score_mod(args);
