@@ -200,6 +200,19 @@ def test_vmap_of_gradients(name, option):
         assert_allclose(x, y, "gradient", **ROUNDING)
 
 
+def test_jacobians():
+    """By torch.func, and by the older vmap inside torch.autograd."""
+    q, k, v = tensors(batch=1, seqlen_q=2, requires_grad=True)
+
+    def entropy(q):
+        return cuflash.torch.entropy(q, k, lse_of(q, k, v))
+
+    expected = torch.autograd.functional.jacobian(entropy, q)
+    older = torch.autograd.functional.jacobian(entropy, q, vectorize=True)
+    for got in (older, torch.func.jacrev(entropy)(q).detach()):
+        assert_allclose(got, expected, "jacobian", **ROUNDING)
+
+
 def test_vmap_of_choices_and_row_weights():
     q, k, v = tensors(batch=2)
     lse, queries = lse_of(q, k, v), torch.tensor([[0, 1], [2, -1]])
