@@ -183,7 +183,7 @@ def test_compiled_slices():
 @by_name
 @pytest.mark.parametrize("option", ["causal", "segment_ids", "bias"])
 def test_vmap_of_gradients(name, option):
-    """By joining batch, or, with options that have no such axis, in turn."""
+    """By joining batch."""
     size, given = 3, options()[option]
     many = [torch.stack(x) for x in zip(
         *(tensors(seed=seed) for seed in range(size)), strict=True
@@ -226,6 +226,33 @@ def test_vmap_of_choices_and_row_weights():
     got = torch.func.vmap(function)(queries, rows)
     each = [function(x, y) for x, y in zip(queries, rows, strict=True)]
     assert_arrays_equal(got, torch.stack(each), "sums")
+
+
+def test_vmap_of_packed_sequences():
+    """Which have no batch: calls run in turn."""
+    (q, k, v), given = packed_tensors()
+    lse, keys = lse_of(q, k, v, **given), torch.tensor([[0, 1], [2, -1]])
+
+    def function(keys, q):
+        return cuflash.torch.weights(q, k, lse, keys=keys, **given)
+
+    queries = torch.stack([q, q.flip(-1)])
+    got = torch.func.vmap(function)(keys, queries)
+    each = [function(x, y) for x, y in zip(keys, queries, strict=True)]
+    assert_arrays_equal(got, torch.stack(each), "weights")
+
+
+@pytest.mark.parametrize("name", ["keys", "heads"])
+def test_vmap_of_keys_and_heads(name):
+    q, k, v = tensors()
+    lse, chosen = lse_of(q, k, v), torch.tensor([[1, 0], [2, -1], [3, 3]])
+
+    def function(chosen):
+        return cuflash.torch.weights(q, k, lse, **{name: chosen})
+
+    each = [function(x) for x in chosen]
+    got = torch.func.vmap(function)(chosen)
+    assert_arrays_equal(got, torch.stack(each), "weights")
 
 
 def test_autocast():
