@@ -8,6 +8,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+import cuflash
+
 from .model import to_numpy
 
 INK, GREY, BLUE, RED = "#222222", "#8a8a8a", "#2166ac", "#c8553d"
@@ -77,16 +79,6 @@ def smoothed(losses, keep=0.9):
     return means
 
 
-def weights_of(q, k, lse):
-    """Return P of all heads, (num_heads, seqlen, seqlen).
-
-    cuflash never stores P; lse recovers it: P = exp(S - lse).
-    """
-    scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    visible = np.tri(scores.shape[-1], dtype=bool)
-    return np.where(visible, np.exp(scores - lse[..., None]), 0)
-
-
 def liveliness(p):
     """Score how sharply a head attends to other, varying characters.
 
@@ -106,8 +98,8 @@ def picture_attention(path, model, corpus, seqlen=48):
     heads = []
     for layer in range(model.config.num_layers):
         _, q, k, _, _, lse = saved[f"{layer}.attention"]
-        q, k, lse = (to_numpy(x)[0].astype(np.float32) for x in (q, k, lse))
-        for head, p in enumerate(weights_of(q, k, lse)):
+        weights = cuflash.weights(q, k, lse, causal=True)
+        for head, p in enumerate(to_numpy(weights[0])):
             title = f"Attention of layer {layer + 1}, head {head + 1}"
             heads.append((liveliness(p), title, p))
     _, title, p = max(heads, key=lambda head: head[0])
