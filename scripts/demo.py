@@ -11,8 +11,9 @@ NumPy; attention and its gradients are calls of cuflash.
 
 After training it compares cuflash on the model's own queries, keys and values
 with attention that materialises the scores, shows the time and memory of
-both, lets the model write, and saves three pictures. With --plain, training
-uses materialised attention in float64, to show that it reaches the same loss.
+both, prints how widely each head looks, lets the model write, and saves three
+pictures. With --plain, training uses materialised attention in float64, to
+show that it reaches the same loss.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import cuflash
 from demo_parts import pictures
 from demo_parts.comparison import Materialised, compare, costs, random_inputs
 from demo_parts.device import choose_device
+from demo_parts.entropy import head_entropies, largest_entropy
 from demo_parts.generation import write
 from demo_parts.model import Transformer
 from demo_parts.tables import plain_table
@@ -40,13 +42,16 @@ from demo_parts.training import train
 PROMPT = "The "
 
 
-def inputs_of(model, corpus, seed):
-    """Return dout (random) and q, k, v of the last layer on unseen text."""
-    config, xp = model.config, model.xp
-    rng = np.random.default_rng(seed)
-    tokens, _ = corpus.batch(corpus.validation, config, rng)
-    _, saved = model.forward(xp.asarray(tokens))
-    _, q, k, v, _, _ = saved[f"{config.num_layers - 1}.attention"]
+def layers_of(model, corpus, rng):
+    """Return (x, q, k, v, out, lse) of each layer, on unseen text."""
+    tokens, _ = corpus.batch(corpus.validation, model.config, rng)
+    _, saved = model.forward(model.xp.asarray(tokens))
+    return [saved[f"{i}.attention"] for i in range(model.config.num_layers)]
+
+
+def inputs_of(layer, xp, rng):
+    """Return dout (random) and q, k, v of a layer."""
+    _, q, k, v, _, _ = layer
     dout = xp.asarray(rng.standard_normal(v.shape, dtype=np.float32))
     return dout.astype(v.dtype, copy=False), q, k, v
 
@@ -116,6 +121,22 @@ def show_costs(table, config, console):
             f"{theirs[1] / 2**20:,.1f} MiB",
         )
     console.print(Padding(view, (0, 2)))
+
+
+def show_entropies(layers, config, console):
+    """Print the mean entropy of each layer's heads."""
+    console.print(
+        "\n[bold]Entropy[/] of the heads' weights in nats, mean over queries\n"
+        "  From 0, where a query looks at one key, to the logarithm of the\n"
+        "  number of visible keys, where it looks at all alike.\n"
+    )
+    heads = [f"head {i + 1}" for i in range(config.num_heads)]
+    table = plain_table("", *heads, "largest possible")
+    largest = f"{largest_entropy(config.seqlen):.2f}"
+    for i, entropies in enumerate(head_entropies(layers)):
+        cells = [f"{x:.2f}" for x in entropies]
+        table.add_row(f"layer {i + 1}", *cells, largest)
+    console.print(Padding(table, (0, 2)))
 
 
 def parse_arguments(arguments=None):
@@ -194,7 +215,9 @@ def run(options):
     if options.plain:
         return 0
 
-    inputs = inputs_of(model, corpus, options.seed)
+    rng = np.random.default_rng(options.seed)
+    layers = layers_of(model, corpus, rng)
+    inputs = inputs_of(layers[-1], xp, rng)
     fine = show_check(*inputs, xp, console)
 
     long = [
@@ -204,6 +227,7 @@ def run(options):
     batch = [(f"{config.batch} x {config.seqlen}", costs(inputs, xp))]
     batch += [(f"1 x {seqlen:,}", cost) for seqlen, cost in long]
     show_costs(batch, config, console)
+    show_entropies(layers, config, console)
 
     count = 120 if options.quick else 320
     written = write(model, corpus, PROMPT, count, options.seed)

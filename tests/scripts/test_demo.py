@@ -16,6 +16,7 @@ from demo_parts.comparison import (
     costs,
     random_inputs,
 )
+from demo_parts.entropy import head_entropies, largest_entropy
 from demo_parts.model import Config, Transformer
 from demo_parts.text import Corpus, load_text
 from demo_parts.training import Adam
@@ -142,6 +143,35 @@ def test_long_contexts_need_less_memory_than_the_matrix():
     assert theirs > 1024 * 1024 * 4 * config.num_heads > ours
 
 
+def test_entropies_are_means_of_p_log_p():
+    model, tokens, _ = tiny_model()
+    _, saved = model.forward(tokens)
+    layers = [saved[f"{i}.attention"] for i in range(TINY.num_layers)]
+    for got, (_, q, k, _, _, lse) in zip(
+        head_entropies(layers), layers, strict=True
+    ):
+        scores = np.einsum("bqhd,bkhd->bhqk", q, k) * TINY.head_dim**-0.5
+        p = np.exp(scores - lse[..., None]) * np.tri(TINY.seqlen)
+        terms = p * np.log(p, out=np.zeros_like(p), where=p > 0)
+        # Scores are below 16, half an ulp of which is 8.9e-16. Both sides
+        # round one 6 times: four products, scale, lse. The slope of an
+        # entropy in log P is the sum of P |1 + log P|, below 1 + log 6.
+        atol = 2 * 6 * 8.9e-16 * (1 + np.log(6))
+        wanted = -terms.sum(axis=-1).mean(axis=(0, 2))
+        assert_allclose(got, wanted, "entropies", atol=atol)
+
+
+def test_equal_weights_have_the_largest_entropy():
+    q = np.zeros((2, 6, 3, 4))
+    lse = np.broadcast_to(np.log(np.arange(1, 7)), (2, 3, 6))
+    got = head_entropies([(None, q, q, q, q, lse)])
+    assert got.shape == (1, 3)
+    # exp(-log 6) errs by 3 halves of eps, relatively, and its product with lse
+    # by one; 6 of them are added, and means are of 12 and of 6.
+    rtol = (3 + 1 + 5 + 12 + 6) * 1.2e-16
+    assert_allclose(got, largest_entropy(6), "entropies", rtol=rtol)
+
+
 def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
     small = Config(
         num_layers=1,
@@ -158,6 +188,11 @@ def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
     first, last = shown.split("fell from ")[1].split(" nats")[0].split(" to ")
     # How often letters occur is worth more than a nat; 30 steps learn most.
     assert float(last) < float(first) - 0.7
+    table = shown.split("largest possible")[1].split("What")[0].split()
+    *heads, largest = map(float, table[2:])  # after "layer 1"
+    assert len(heads) == small.num_heads
+    assert all(0 < x < largest for x in heads)
+    assert largest == round(largest_entropy(small.seqlen), 2)
     for name in ("loss.png", "attention.png", "memory.png"):
         picture = (tmp_path / name).read_bytes()
         assert picture.startswith(b"\x89PNG")
