@@ -153,7 +153,8 @@ def test_arguments_are_those_of_forward():
     names = [*inspect.signature(cuflash.forward).parameters]
     own = [*inspect.signature(attention).parameters]
     traced = {x.name for x in TABLE if x.traced}  # not of JAX so far
-    assert {*own} == {*names} - {"out"} - traced | {"deterministic"}
+    ours = {"out", "return_max_score"}
+    assert {*own} == {*names} - ours - traced | {"deterministic"}
     defaults = inspect.signature(cuflash.forward).parameters
     for name, each in inspect.signature(attention).parameters.items():
         if name != "deterministic":
