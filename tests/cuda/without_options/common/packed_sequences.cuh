@@ -29,7 +29,8 @@ template <class Arguments> inline int seqlen_k_of(const Arguments& args, NoSeque
 template <class Arguments> inline const Shape& tile_shape(const Arguments& args) {
     return arrays_of(args).shape;
 }
-template <class Arguments> inline i64 index_of_query(const Arguments&, int, int, int) { return 0; }
+template <class Arguments>
+inline i64 index_of_query(const Arguments&, int, int, int) { return 0; }
 template <class Shape> inline void set_lengths(const Shape&, NoSequence) {}
 template <class Arguments> bool is_none(const Arguments&, NoSequence);
 
