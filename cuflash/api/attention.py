@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from cuflash.api import foreign_names
 from cuflash.api.arrays import GRADIENTS, OUT, check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
-from cuflash.api.reads import check_reads
-from cuflash.api.tile_mask import share
+from cuflash.api.reads import look_at_functions
 from cuflash.request.options import BACKWARD, FORWARD
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import attention as validate
@@ -354,9 +353,7 @@ def forward(
         return_max_score=return_max_score,
     )
     check_offsets(call)
-    if asked:
-        share(call, options.get("mask_mod"), {**arrays, **asked})
-        check_reads(call, {**arrays, **asked})
+    look_at_functions(call, options.get("mask_mod"), asked, arrays)
     result, lse, *others = runner.forward(call)
     runner.finish()
     result = strip(result, call.rank) if out is None else out
@@ -531,9 +528,7 @@ def backward(
         precision=precision,
     )
     check_offsets(call)
-    if asked:
-        share(call, options.get("mask_mod"), {**arrays, **asked})
-        check_reads(call, {**arrays, **asked})
+    look_at_functions(call, options.get("mask_mod"), asked, arrays)
     wanted = sorted({*asked.get("return_dmod", ())})
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     runner.finish()

@@ -13,6 +13,7 @@ from cuflash.api.arrays import check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
 from cuflash.request.options import FORWARD
 from cuflash.request.problem import Call, strip_lse
+from cuflash.request.validate import chosen as validate_chosen
 from cuflash.request.validate import readouts as validate
 
 if TYPE_CHECKING:
@@ -391,12 +392,12 @@ def checked(
     """
     numbers, of_options = split_options(f"cuflash.{name}", options, positional)
     given = {x: y for x, y in given.items() if y is not None}
-    on_host, on_device = chosen.split(choices)
+    on_host, on_device = validate_chosen.split(choices)
     runner, arrays = open_arrays(name, {**given, **of_options, **on_device})
     chooses = {x: arrays[x] for x in on_device}
     checks = settings.read("CUFLASH_CHECK") == "1"
     if checks:
-        chosen.check(chooses, arrays)
+        validate_chosen.check(chooses, arrays)
     if not name.startswith("weight_sums"):
         chooses |= chosen.indices(on_host, arrays)
     elif choices["queries"] is not None:

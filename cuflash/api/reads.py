@@ -1,4 +1,7 @@
-"""CUFLASH_CHECK=1: refuse reads outside the arrays of `mod_arrays`."""
+"""What a call's score_mod and mask_mod read; what calls share of a mask.
+
+CUFLASH_CHECK=1 refuses reads outside the arrays of `mod_arrays`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,37 @@ from typing import Any
 import numpy as np
 
 from cuflash import settings
+from cuflash.api.tile_mask import share
 from cuflash.errors import ValueRangeError
 from cuflash.request import traced
 from cuflash.request.problem import Call
 
 
-def check_reads(call: Call, asked: Mapping[str, Any]) -> None:
+def look_at_functions(
+    call: Call,
+    mask_mod: Any,
+    asked: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+) -> None:
+    """Let a call share its mask's tiles, and check what its functions read.
+
+    Parameters
+    ----------
+    call : Call
+    mask_mod : callable
+        As the user passed it.
+    asked, arrays : dict
+        The call's other arguments.
+    """
+    p = call.problem
+    if p.score_mod is p.mask_mod is None:
+        return
+    given = {**arrays, **asked}
+    share(call, mask_mod, given)
+    _check_reads(call, given)
+
+
+def _check_reads(call: Call, asked: Mapping[str, Any]) -> None:
     """Check what a user's functions read of NumPy arrays, if it is asked for.
 
     Masked pairs may read outside, and so may what a function drops.
@@ -21,6 +49,7 @@ def check_reads(call: Call, asked: Mapping[str, Any]) -> None:
     Parameters
     ----------
     call : Call
+        With a `score_mod` or a `mask_mod`.
     asked : dict
         Its arguments.
 
@@ -28,9 +57,6 @@ def check_reads(call: Call, asked: Mapping[str, Any]) -> None:
     ------
     ValueRangeError
     """
-    p = call.problem
-    if p.score_mod is p.mask_mod is None:
-        return
     on_host = isinstance(call.given["q"], np.ndarray)
     if not on_host or settings.read("CUFLASH_CHECK") != "1":
         return

@@ -12,13 +12,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from cuflash import settings
-from cuflash.api import chosen, foreign_names
+from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
 from cuflash.errors import UnsupportedError
 from cuflash.request.layouts import broadcasts
 from cuflash.request.options import UNTRACED
 from cuflash.request.problem import strip_lse
 from cuflash.request.readout import COTANGENTS
+from cuflash.request.validate import chosen
 from cuflash.request.vmap import Names
 
 from . import calls
@@ -314,8 +315,6 @@ def _for(direction: str, asked: Asked) -> Asked:
 
 # Choices ---------------------------------------------------------------------
 
-_LENGTHS = {"queries": ("q", -3), "keys": ("k", -3), "heads": ("q", -2)}
-
 
 def _choices(
     name: str, choices: dict[str, Any], q: Any, k: Any
@@ -324,9 +323,7 @@ def _choices(
     on_host_, arrays = chosen.split(choices)
     found = {}
     for each, x in (on_host_ | arrays).items():
-        array, axis = _LENGTHS[each]
-        shape = (q if array == "q" else k).shape
-        length = shape[axis] if len(shape) > 2 else (shape[0], 1)[axis + 3]
+        length = chosen.length_of(each, {"q": q, "k": k})
         if each in arrays:
             check_array(each, x)
             values = None if jnp.issubdtype(x.dtype, bool) else on_host(x)
@@ -344,7 +341,7 @@ def _choices(
 
 def _flags(queries: Any, q: Any) -> Any:
     """Which queries count; an index out of range is no query."""
-    length = q.shape[0] if q.ndim == 2 else q.shape[-3]
+    length = chosen.length_of("queries", {"q": q})
     if not jnp.issubdtype(queries.dtype, jnp.integer):
         return queries  # flags, or what is refused
     x = jnp.asarray(queries, jnp.int32)

@@ -20,7 +20,6 @@ from cuflash.launch.recipe import (
 from cuflash.launch.results import gradient_shapes_of, lse_shape_of
 from cuflash.launch.run import run
 from cuflash.plans.plan import FamilyName
-from cuflash.plans.readouts import chosen
 from cuflash.request import layouts, options
 from cuflash.request.problem import (
     Call,
@@ -29,6 +28,7 @@ from cuflash.request.problem import (
     Signature,
     strip_lse,
 )
+from cuflash.request.readout import cotangent_of, weights_shape
 
 
 def readout(call: Call, backend: Backend) -> Any:
@@ -52,8 +52,7 @@ def shape_of(p: Problem) -> tuple[int, ...]:
         return lse_shape_of(p)
     if p.direction == "weight_sums":
         return p.batch, p.num_heads_q, p.seqlen_k
-    queries, keys, heads = chosen(p)
-    return p.batch, heads, queries, keys
+    return weights_shape(p)
 
 
 @remembered
@@ -74,7 +73,7 @@ def _recipe(
 
 def _numbers(p: Problem, read: Mapping[str, Layout]) -> dict[str, Any]:
     """The fields of a readout's struct that no other call has."""
-    queries, keys, heads = chosen(p)
+    _, heads, queries, keys = weights_shape(p)
     strides: dict[str, Any] = {}
     for name in ("chosen", "queries", "keys", "heads"):
         if name in read:
@@ -92,13 +91,6 @@ def _numbers(p: Problem, read: Mapping[str, Layout]) -> dict[str, Any]:
 
 
 # ---- Gradients ----
-
-# The cotangent of each direction.
-_COTANGENTS = {
-    "weights_backward": "dweights",
-    "weight_sums_backward": "dsums",
-    "entropy_backward": "dentropy",
-}
 
 
 def readout_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
@@ -154,7 +146,7 @@ def _gradient_recipe(
     p = signature.problem
     assert p.readout is not None
     decided = decide(p, target, wanted)
-    cotangent = _COTANGENTS[p.direction]
+    cotangent = cotangent_of(p.direction)
     given = layouts_of(signature, _shapes_of(p))
     taken = {x: decided.record.readable(given[x]) for x in "qk"}
     for name in ("lse", cotangent):

@@ -174,12 +174,8 @@ def _family_of(
             f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
             " it out"
         )
-    has_16_bits = _has_sixteen_bits(problem)
-    by_wgmma = any(x.runs(problem, device) for x in _WIDE_PLANNERS)
-    if has_16_bits and by_wgmma and wanted != "sm80":
-        return "sm90"
     if is_wide(problem):
-        return _wide_family(problem, device)
+        return _wide_family(problem, device, wanted)
     if not _has_sixteen_bits(problem):
         has_tf32 = problem.dtype == "float32" and device.capability >= 80
         if wanted == "mma8_float32" and has_tf32:
@@ -196,12 +192,18 @@ def _family_of(
     return "sm80"
 
 
-def _wide_family(problem: Problem, device: Device) -> FamilyName:
-    """Few tiles fit: a family runs both directions or none.
+def _wide_family(
+    problem: Problem, device: Device, wanted: FamilyName | None
+) -> FamilyName:
+    """Few tiles fit: but for sm90, a family runs both directions or none.
 
     Of 16-bit types only these: derivatives need too many registers.
     """
-    family: FamilyName = "sm80" if _has_sixteen_bits(problem) else "fma"
+    has_16_bits = _has_sixteen_bits(problem)
+    by_wgmma = any(x.runs(problem, device) for x in _WIDE_PLANNERS)
+    if has_16_bits and by_wgmma and wanted != "sm80":
+        return "sm90"
+    family: FamilyName = "sm80" if has_16_bits else "fma"
     if family == "sm80" and problem.direction not in ("forward", "backward"):
         return "simt"
     runs = _sm80_runs if family == "sm80" else _fma_runs

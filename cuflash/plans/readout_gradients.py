@@ -7,7 +7,7 @@ have the same tile flags.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
@@ -16,7 +16,7 @@ from cuflash.request.problem import Problem
 from . import readouts
 from .kernel import Constant, Device, KernelPlan, Launch, Maker, Plan
 from .readouts import PAIRS, Shape
-from .record import FAMILIES, FamilyName
+from .record import FamilyName
 from .rounding import round_up
 from .steps import (
     ELEMENTS,
@@ -60,7 +60,7 @@ def _shared(family: FamilyName, problem: Problem, tile: Tile) -> int:
     own = _shared_of_gradients(family, problem, tile)
     if not _finds_maxima(problem):
         return own
-    return max(own, readouts.shared_of_sums(family, problem, tile))
+    return max(own, readouts.shared_bytes(family, problem, tile))
 
 
 def _fits(family: FamilyName, problem: Problem, tile: Tile) -> bool:
@@ -94,19 +94,14 @@ def _kernel(
         ("ROW_WEIGHTS", asked.row_weights),
         ("CHOSEN", asked.chosen),
     )
-    kernel = kernel_of(
+    return kernel_of(
         problem, tile, family, (d, d),
         _shared_of_gradients(family, problem, tile),
         ("NUM_STAGES", tile.num_stages),
         ("DETERMINISTIC", False),  # sums in any order, which there are not
-        *pairs.constants(problem, tile), *own, ptxas_level=tile.ptxas_level,
+        *pairs.constants(problem, tile), *own,
+        name="readout_gradients", ptxas_level=tile.ptxas_level,
     )  # fmt: skip
-    record = FAMILIES[family]
-    return replace(
-        kernel,
-        file=f"{record.folder}/readout_gradients.cu",
-        entry=f"readout_gradients_{record.entry or family}",
-    )
 
 
 def _plan(
@@ -149,14 +144,8 @@ def _plan(
 
 def maker_of(family: FamilyName) -> Maker:
     """What plans a family's kernels of these directions."""
-
-    def plan(problem: Problem, device: Device, tile: Tile) -> Plan:
-        return _plan(family, problem, device, tile)
-
-    def shared_bytes(problem: Problem, tile: Tile) -> int:
-        return _shared(family, problem, tile)
-
-    def fits(problem: Problem, tile: Tile) -> bool:
-        return _fits(family, problem, tile)
-
-    return Maker(plan, shared_bytes, fits)
+    return Maker(
+        partial(_plan, family),
+        partial(_shared, family),
+        partial(_fits, family),
+    )

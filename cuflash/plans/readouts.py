@@ -7,16 +7,17 @@ time: the rows of weight_sums are keys, those of the others queries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
+from cuflash.request.readout import weights_shape
 
 from . import fma, mma8, simt
 from .kernel import Constant, Device, KernelPlan, Launch, Maker, Plan
-from .record import FAMILIES, FamilyName
+from .record import FamilyName
 from .rounding import ceil_div, round_up
 from .sm80 import padded
 from .steps import (
@@ -193,7 +194,7 @@ PAIRS: dict[str, _Pairs] = {
 }  # fmt: skip
 
 
-def _shared(family: FamilyName, problem: Problem, tile: Tile) -> int:
+def shared_bytes(family: FamilyName, problem: Problem, tile: Tile) -> int:
     """Bytes of readouts/'s plans of shared memory."""
     pairs, shape = PAIRS[family], _shape(problem, tile)
     d = pairs.head_dim(problem, tile)
@@ -210,20 +211,9 @@ def _shared(family: FamilyName, problem: Problem, tile: Tile) -> int:
     return round_up(total, alignment)
 
 
-def shared_of_sums(family: FamilyName, problem: Problem, tile: Tile) -> int:
-    """Bytes of a block that finds maxima."""
-    return _shared(family, problem, tile)
-
-
 def maxima_launch(family: FamilyName, problem: Problem, tile: Tile) -> Launch:
     """Finds which query has each key's largest weight, for gradients."""
     kernel = _kernel(family, problem, tile, finds_query=True)
-    record = FAMILIES[family]
-    kernel = replace(
-        kernel,
-        file=f"{record.folder}/weight_sums.cu",
-        entry=f"weight_sums_{record.entry or family}",
-    )
     return Launch(kernel, _blocks_of_keys(problem, tile))
 
 
@@ -234,20 +224,23 @@ def _kernel(
     assert asked is not None
     d = pairs.head_dim(problem, tile)
     own: tuple[Constant, ...] = ()
-    if problem.direction.startswith("weight_sums"):
+    name = problem.direction
+    if name.startswith("weight_sums"):  # or its gradient, for maxima
+        name = "weight_sums"
         own = (
             ("REDUCE_MAX", asked.reduce == "max"),
             ("ROW_WEIGHTS", asked.row_weights),
             ("CHOSEN", asked.chosen),
             ("FINDS_QUERY", finds_query),
         )
-    elif problem.direction == "weights":
+    elif name == "weights":
         own = (("Result", ELEMENTS.get(asked.dtype, asked.dtype)),)
     return kernel_of(
-        problem, tile, family, (d, d), _shared(family, problem, tile),
+        problem, tile, family, (d, d), shared_bytes(family, problem, tile),
         ("NUM_STAGES", tile.num_stages),
         ("DETERMINISTIC", False),  # sums of dQ, which there are not
-        *pairs.constants(problem, tile), *own, ptxas_level=tile.ptxas_level,
+        *pairs.constants(problem, tile), *own, name=name,
+        ptxas_level=tile.ptxas_level,
     )  # fmt: skip
 
 
@@ -261,24 +254,12 @@ def _blocks(problem: Problem, device: Device, tile: Tile) -> int:
         return _blocks_of_keys(problem, tile)
     if problem.direction == "entropy":
         return query_tiles(problem, tile.block_q)
-    queries, keys, heads = chosen(problem)
+    _, heads, queries, keys = weights_shape(problem)
     rows = ceil_div(queries, tile.block_q) * problem.batch * heads
     if problem.num_sequences is not None:
         rows *= problem.num_sequences + 1
     wanted = ceil_div(_BLOCKS_PER_SM * device.num_sms, max(rows, 1))
     return rows * max(min(wanted, ceil_div(keys, tile.block_k)), 1)
-
-
-def chosen(problem: Problem) -> tuple[int, int, int]:
-    """How many queries, keys and heads weights are of."""
-    asked = problem.readout
-    assert asked is not None
-    sizes = problem.seqlen_q, problem.seqlen_k, problem.num_heads_q
-    own = asked.queries, asked.keys, asked.heads
-    queries, keys, heads = (
-        size if x is None else x for x, size in zip(own, sizes, strict=True)
-    )
-    return queries, keys, heads
 
 
 def _plan(
@@ -312,18 +293,16 @@ def _plan(
     )  # fmt: skip
 
 
+def _fits(family: FamilyName, problem: Problem, tile: Tile) -> bool:
+    pairs = PAIRS[family]
+    d = pairs.head_dim(problem, tile)
+    return pairs.fits(problem, tile, _shape(problem, tile), d)
+
+
 def maker_of(family: FamilyName) -> Maker:
     """What plans a family's kernels of these directions."""
-
-    def plan(problem: Problem, device: Device, tile: Tile) -> Plan:
-        return _plan(family, problem, device, tile)
-
-    def shared_bytes(problem: Problem, tile: Tile) -> int:
-        return _shared(family, problem, tile)
-
-    def fits(problem: Problem, tile: Tile) -> bool:
-        pairs = PAIRS[family]
-        d = pairs.head_dim(problem, tile)
-        return pairs.fits(problem, tile, _shape(problem, tile), d)
-
-    return Maker(plan, shared_bytes, fits)
+    return Maker(
+        partial(_plan, family),
+        partial(shared_bytes, family),
+        partial(_fits, family),
+    )

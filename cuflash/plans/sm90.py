@@ -20,7 +20,6 @@ from .kernel import (
 )
 from .rounding import ceil_div, round_up
 from .steps import (
-    MAX_OF_TENSOR_CORES,
     ROW_THREADS,
     count_mask_words,
     count_tiles,
@@ -29,6 +28,7 @@ from .steps import (
     heads_per_section,
     is_linear,
     is_packed,
+    is_wide,
     kernel_of,
     last_section,
     lse_rest_buffers,
@@ -106,9 +106,7 @@ def has_wide_heads(problem: Problem) -> bool:
 
     sm90/forward_wide.cu and backward_passes.cu.
     """
-    widest = max(problem.head_dim, problem.head_dim_v)
-    has_kernels = problem.direction in ("forward", "backward")
-    return has_kernels and widest > MAX_OF_TENSOR_CORES
+    return problem.direction in ("forward", "backward") and is_wide(problem)
 
 
 def sum_chunk(columns: int) -> int:

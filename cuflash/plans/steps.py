@@ -642,6 +642,7 @@ def kernel_of(
     head_dims: tuple[int, int],
     shared: int,
     *own: Constant,
+    name: str = "",
     part: str = "",
     planned_by: FamilyName | None = None,
     ptxas_level: int = 3,
@@ -657,6 +658,8 @@ def kernel_of(
         Bytes of a block.
     *own : tuple
         Constants of its own.
+    name : str, optional
+        By default that of the direction.
     part : str, optional
         How its name ends, of several kernels of a direction.
     planned_by : str, optional
@@ -664,11 +667,11 @@ def kernel_of(
     ptxas_level : int, optional
     """
     kvcache = problem.direction == "kvcache"
-    direction = "forward" if kvcache else problem.direction
+    name = name or ("forward" if kvcache else problem.direction)
     record = FAMILIES[family]
     return KernelPlan(
-        file=f"{record.folder}/{direction}{part}.cu",
-        entry=f"{direction}_{record.entry or family}{part}",
+        file=f"{record.folder}/{name}{part}.cu",
+        entry=f"{name}_{record.entry or family}{part}",
         constants=(
             ("Element", element(problem)),
             ("HEAD_DIM", head_dims[0]),

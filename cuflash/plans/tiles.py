@@ -21,6 +21,7 @@ from typing import Any
 
 from cuflash import folders, settings
 from cuflash.errors import ValueRangeError
+from cuflash.request.readout import READOUT_GRADIENTS
 
 TABLES = Path(__file__).parent / "tile_tables"
 FORMAT = "cuflash tile table, version 1"
@@ -126,9 +127,9 @@ def _sm80_backward() -> Iterator[Tile]:
     along = (4, 2, 8, 1)
     yield from _gradients((128, 64, 32), (128, 64, 32), (8, 4), along, along,
                           (2, 1), ptxas_level=1)  # fmt: skip
-    # Wide heads.
-    yield from _gradients((64, 32, 16), (32, 16), (8, 4), (4, 2, 1),
-                          (2, 1), ptxas_level=1)  # fmt: skip
+    # Wide heads: fewer keys, and fewer queries.
+    for q, k in (((64, 32), (16,)), ((16,), (32, 16))):
+        yield from _gradients(q, k, (8, 4), (4, 2, 1), (2, 1), ptxas_level=1)
 
 
 _Sizes = tuple[int, ...]
@@ -219,8 +220,9 @@ def _readout_gradients(
         Tile(size, size, count, num_stages=depth, ptxas_level=3)
         for size, count, depth in product(sizes, warps, (2, 1))
     ]
-    names = (f"{x}_backward" for x in ("weights", "weight_sums", "entropy"))
-    return {(family, name): lambda: iter(squares) for name in names}
+    return {
+        (family, name): lambda: iter(squares) for name in READOUT_GRADIENTS
+    }
 
 
 _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {

@@ -17,6 +17,12 @@ COTANGENTS = {
     "weights": "dweights", "weight_sums": "dsums", "entropy": "dentropy",
 }  # fmt: skip
 
+
+def cotangent_of(direction: str) -> str:
+    """What a direction of READOUT_GRADIENTS takes first."""
+    return COTANGENTS[direction.removesuffix("_backward")]
+
+
 # The arrays of READOUTS beside q, k, lse and the options: int32 indices, a
 # bool, and a number of lse's dtype.
 READOUT_ARRAYS = "queries", "keys", "heads", "chosen", "row_weights"

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from cuflash.api import chosen, lse_of_call
+from cuflash.api import lse_of_call
 from cuflash.api import readout as api_readout
 from cuflash.api import readout_gradients as api_gradients
 from cuflash.api.arrays import open_arrays
 from cuflash.launch.runner import Kernels
 from cuflash.request.problem import Call, strip, strip_lse
-from cuflash.request.readout import COTANGENTS, READOUTS
+from cuflash.request.readout import COTANGENTS, READOUTS, cotangent_of
+from cuflash.request.validate import chosen
 from cuflash.request.validate import readouts as validate
 
 from . import ops, request
@@ -59,8 +60,7 @@ def _run(name: str, *tensors: Any, **numbers: Any) -> Any:
     given = dict(zip(("q", "k", "lse"), tensors, strict=False))
     others = tensors[3:]
     if name.endswith("_backward"):
-        cotangent = COTANGENTS[name.removesuffix("_backward")]
-        given = dict(zip((cotangent, *given), tensors, strict=False))
+        given = dict(zip((cotangent_of(name), *given), tensors, strict=False))
         others = tensors[4:]
     return _run_named(name, given, named(others), numbers)
 
@@ -124,7 +124,7 @@ def _flags(queries: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Which queries count; an index out of range is no query."""
     if queries.dtype is torch.bool or queries.is_floating_point():
         return queries  # which `validate` refuses
-    length = q.shape[0] if q.ndim == 2 else q.shape[-3]
+    length = chosen.length_of("queries", {"q": q})
     if request.reads_values():
         values = queries.cpu().numpy()
         chosen.check({"queries": values}, {"q": q})

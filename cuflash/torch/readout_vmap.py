@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cuflash.request.readout import COTANGENTS
+from cuflash.request.readout import cotangent_of
 from cuflash.request.vmap import Fold, is_folded
 
 from .readout_ops import POSITIONAL
@@ -39,7 +39,7 @@ def mapped(
     """
     names = ("q", "k", "lse", *POSITIONAL)
     if name.endswith("_backward"):
-        names = (COTANGENTS[name.removesuffix("_backward")], *names)
+        names = (cotangent_of(name), *names)
     given = [
         (own, x if dim is None else x.movedim(dim, 0), dim is not None)
         for own, x, dim in zip(names, tensors, dims, strict=True)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from cuflash.api import chosen, foreign_names
+from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
 from cuflash.errors import UnsupportedError
 from cuflash.request import checks
 from cuflash.request.layouts import broadcasts
 from cuflash.request.options import UNTRACED
+from cuflash.request.validate import chosen
 
 from . import autocast
 from .checks import check_no_tangents, check_tensors
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TENSOR = "torch.Tensor | None"
-# The axis of q, or of k, from the end, that each chooses from.
-_AXES = {"queries": ("q", -3), "keys": ("k", -3), "heads": ("q", -2)}
 
 
 @foreign_names.our_names("cuflash.torch.weights", UNTRACED, _TENSOR)
@@ -292,11 +291,7 @@ def _choices(
     found = {}
     for each, x in choices.items():
         if x is not None and not isinstance(x, torch.Tensor):
-            array, axis = _AXES[each]
-            own = q if array == "q" else k
-            length = own.shape[axis] if own.ndim > 2 else own.shape[0]
-            if own.ndim == 2 and each == "heads":
-                length = 1
+            length = chosen.length_of(each, {"q": q, "k": k})
             x = _indices(name, each, x, length).to(q.device)
         if x is not None:
             found[each] = x

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.api import chosen
 from cuflash.errors import (
     CuflashError,
     DTypeError,
@@ -13,6 +12,7 @@ from cuflash.errors import (
     ValueRangeError,
 )
 from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
+from cuflash.request.validate import chosen
 from cuflash.request.validate import readouts as validate
 from helpers.compare import assert_arrays_equal
 from helpers.data import Case, inputs
