@@ -110,7 +110,7 @@ __device__ __forceinline__ void entropy_of_queries(
     Tiles queries;
     int tile = pair_mask.key_tile_before(coord.tile, tiles.num_visited, tiles.first);
     const Real* lse = static_cast<const Real*>(arrays.lse)
-                    + first_query_of(args, coord.batch, coord.head);
+                    + index_of_query(args, coord.batch, coord.head, 0);
     #pragma unroll
     for (int i = 0; i < Tiles::OWN_ROWS; ++i) {
         const int query = score_tile.q_start + Tiles::row(i);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void entropy_of_queries(
 
     // Epilogue.
     Real* result = static_cast<Real*>(arrays.result)
-                 + first_query_of(call_args, coord.batch, coord.head) + sequence.first_q;
+                 + index_of_query(call_args, coord.batch, coord.head, 0) + sequence.first_q;
     reduce_rows<Sum<Real>, Tiles>(sums, shared.q, [&](int row, Real sum) {
         const int query = score_tile.q_start + row;
         if (query < shape.seqlen_q) result[query] = sum;

@@ -48,7 +48,7 @@ template <class Real> struct HeadNumbers {
     template <class Sequence>
     HeadNumbers(const Arguments& args, int batch, int head, int chosen_head,
                 const Sequence& sequence)
-        : args(args), first_query(first_query_of(args, batch, head)),
+        : args(args), first_query(index_of_query(args, batch, head, 0)),
           first_key(first_key_of(args, batch, head)), batch(batch), head(head),
           chosen_head(chosen_head), first_q(sequence.first_q), first_k(sequence.first_k) {}
 

@@ -79,11 +79,7 @@ inline bool sees(const ScoreTile& score_tile, int query, int key) {
     else return in_mask;
 }
 
-// Where a head's numbers of queries, such as lse, begin; and those of keys.
-template <class Arguments>
-inline i64 first_query_of(const Arguments& args, int batch, int head) {
-    return (i64(batch) * arrays_of(args).shape.num_heads_q + head) * rows_of_head(args);
-}
+// Where a head's numbers of keys begin; those of its queries: index_of_query().
 template <class Arguments>
 inline i64 first_key_of(const Arguments& args, int batch, int head) {
     const Shape& shape = arrays_of(args).shape;

@@ -46,7 +46,7 @@ template <class Tiles> struct QueryStream {
     QueryStream(const Arguments& args, Shared& shared, int batch, int head)
         : args(args), shared(shared), batch(batch), head(head) {
         const auto& arrays = arrays_of(args);
-        lse = static_cast<const Real*>(arrays.lse) + first_query_of(args, batch, head);
+        lse = static_cast<const Real*>(arrays.lse) + index_of_query(args, batch, head, 0);
         const PairStrides& stride = arrays.row_weights_stride;
         row_weights = static_cast<const Real*>(arrays.row_weights)
                     + batch * stride.batch + head * stride.head;

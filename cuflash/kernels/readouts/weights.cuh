@@ -142,7 +142,7 @@ __device__ __forceinline__ void weights_of_queries(
     const int kv_head = own_head / (shape.num_heads_q / shape.num_heads_kv);
     ScoreTile score_tile(args, place.batch, 0);
     score_tile.set_head(args, place.batch, own_head);
-    const i64 first_query = first_query_of(args, place.batch, own_head);
+    const i64 first_query = index_of_query(args, place.batch, own_head, 0);
 
     Tiles queries;
     Tiles::gather(shared.q, arrays.q, arrays.q_stride, place.batch, own_head, shape.head_dim,

@@ -2,13 +2,14 @@
 //
 //     f(x) = x + g(query, key),   g(query, key) = g(query, k) + step (key - k)  for any key k
 //
-// g may have kinks, abs(query - key) one on the diagonal: where an edge is 0. Edges are affine in
-// the query and in the key, so an edge that is positive in a tile's corners is so everywhere.
+// g may have kinks, as abs(query - key) has one on the diagonal. Each kink is where a function, its
+// edge, is 0. Edges are affine in the query and in the key: one that is positive in all corners of
+// a tile is positive in the whole tile, and one that is negative, negative.
 #pragma once
 #include "score/expression.cuh"
 
-// Whether `user`, of one head, is so for queries [first_query, last_query] and keys [first_key,
-// last_key]. A large or infinite step may overflow.
+// Whether the function, of one head, is affine in the key for queries [first_query, last_query] and
+// keys [first_key, last_key]. Not if its step is so large that products with it may overflow.
 template <class Real, class User>
 __device__ __forceinline__ bool is_affine(
     const User& user, int first_query, int last_query, int first_key, int last_key) {

@@ -85,8 +85,8 @@ __device__ __forceinline__ u32 read_ahead(const Mod& score_mod, int query, int f
         }
     return word;
 }
-// Afterwards, or the compiler drops the read. The fence changes nothing; the word is of a NaN that
-// no arithmetic makes.
+// Uses the word that read_ahead() read: the compiler would drop the read otherwise. The fence would
+// change nothing, and does not run: no arithmetic makes a NaN of these bits.
 __device__ __forceinline__ void use_word(u32 word) {
     if (word == 0x7FEDCBA9) __threadfence();
 }

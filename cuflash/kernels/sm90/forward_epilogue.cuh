@@ -55,8 +55,8 @@ __device__ __forceinline__ RowResult finish_row(
     return {row.rescale / (excess * row.sum), lse_of_row(row.top, row.sum)};
 }
 
-// The rounded c m that a row's P are relative to, 0 of a row without a key. With MAX_SCORE, m is
-// the largest score, which P = 2^15 may have.
+// c m, rounded: what a row's P are relative to; 0 if the row sees no key. With MAX_SCORE m is the
+// row's true maximum, but P are relative to an older one (max_scaled), and may reach 2^15.
 __device__ __forceinline__ float finite_max_scaled(float m, float scale_log2, float max_scaled) {
     if constexpr (MAX_SCORE) return m == -infinity() ? 0.0f : max_scaled;
     else return finite_max_scaled(m, scale_log2);
