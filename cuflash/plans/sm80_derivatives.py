@@ -6,6 +6,7 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.options import acts
 from cuflash.request.problem import Problem
 
+from . import expression
 from .in_one import jvp_in_one
 from .kernel import Device, Maker, Plan
 from .rounding import round_up
@@ -71,14 +72,17 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
 def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
     """Whether what is kept, and scores or sums of dq, stay in registers.
 
-    Bent scores have two more tiles: slopes and curvatures.
+    Bent scores have two more tiles: slopes and how they move; and two more
+    if arrays have gradients by these: scores before f, and their tangents.
     """
     if not shares_gradients(problem, tile):
         return False
     d, dv = padded_head_dims(problem)
     threads = tile.num_warps * 32
     kept = tile.block_k * (d + dv) // threads
-    tiles = 6 if "bends" in acts(problem) else 4
+    curved = expression.is_curved(problem)
+    tiles = 6 if curved or "bends" in acts(problem) else 4
+    tiles += 2 if curved and problem.return_dmod else 0
     scores = tiles * tile.block_q * tile.block_k // threads
     dq = tile.block_q * d // threads
     registers = _REGISTERS_OF_SM // (threads * tile.blocks_per_sm)

@@ -11,7 +11,7 @@ import functools
 import math
 import numbers
 import struct
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +35,9 @@ MOST = 8
 _MARK = "mod_arrays["
 
 
-def named(name: str) -> str:
-    """What errors call an array of `mod_arrays`."""
-    return f"mod_arrays[{name!r}]"
+def named(name: str, argument: str = "mod_arrays") -> str:
+    """What errors call an array of `mod_arrays`, or its tangent."""
+    return f"{argument}[{name!r}]"
 
 
 _NUMBERS = frozenset((bool, int, float))
@@ -47,6 +47,11 @@ _NO_BITS = (0,) * MOST
 def slot(index: int) -> str:
     """What the signature calls it."""
     return f"mod_arrays[{index}]"
+
+
+def slots_of(names: Iterable[str]) -> tuple[int, ...]:
+    """The indices of the arrays among what moves, in order."""
+    return tuple(int(x[len(_MARK) : -1]) for x in names if is_slot(x))
 
 
 def is_slot(name: str) -> bool:
@@ -91,6 +96,54 @@ def _as_number(value: Any) -> bool | int | float:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
+def parted_tangents(given: Any, argument: str) -> dict[str, Any]:
+    """Tangents of `mod_arrays` by `named`; `argument` is what they are."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise DTypeError(
+            f"{argument} is {in_words(given)}, expected a dict from names of"
+            " arrays of mod_arrays to their tangents"
+        )
+    found = {named(str(x), argument): y for x, y in given.items()}
+    for name, value in found.items():
+        if not hasattr(value, "shape"):
+            raise DTypeError(f"{name} is {in_words(value)}, expected an array")
+    return found
+
+
+def moved(
+    tangents: dict[str, Any], argument: str, arrays: Sequence[str]
+) -> dict[str, str]:
+    """Name those of `parted_tangents` by slots; return what they were.
+
+    Parameters
+    ----------
+    tangents : dict
+        Changed in place; it may have others.
+    argument : str
+    arrays : sequence of str
+        `Recorded.names`.
+    """
+    inner = [x[len(_MARK) :] for x in arrays]
+    own = [x for x in tangents if x.startswith(f"{argument}[")]
+    for name in own:
+        if name[len(argument) + 1 :] not in inner:
+            known = ", ".join(arrays) or "there is none"
+            raise ValueRangeError(
+                f"{name} is given, expected the tangent of an array of"
+                f" mod_arrays: {known}"
+            )
+    slots = {
+        slot(i): f"{argument}[{x}"
+        for i, x in enumerate(inner)
+        if f"{argument}[{x}" in own
+    }
+    for place, name in slots.items():
+        tangents[place] = tangents.pop(name)
+    return slots
+
+
 class Recorded(NamedTuple):
     """What a call's functions are, apart from data.
 
@@ -121,8 +174,9 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     functions = [(x, options[x]) for x in _ROLES if x in options]
     values = options.get("mod_arrays", {})
     arrays = {x: y for x, y in options.items() if x.startswith(_MARK)}
+    wanted = [x for x in ("return_dmod", "return_d2mod") if options.get(x)]
     if not functions:
-        if values or arrays or options.get("return_dmod"):
+        if values or arrays or wanted:
             raise ValueRangeError(
                 "mod_arrays is given without score_mod and mask_mod, expected"
                 " one of them: no other option reads it"
@@ -141,9 +195,9 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
             f" add it to the keyword arguments, def f(..., *, {name})"
         )
     found += values_of
-    if options.get("return_dmod"):
-        wanted = _slots(options["return_dmod"], given, "score_mod" in options)
-        found.append(("return_dmod", wanted))
+    for name in wanted:
+        slots = _slots(name, options[name], given, "score_mod" in options)
+        found.append(("return_dmod", slots))
     return Recorded(
         tuple(found),
         tuple(arrays),
@@ -266,30 +320,30 @@ def _given(
 
 
 def _slots(
-    wanted: Any, given: trace.Given, has_score: bool
+    argument: str, wanted: Any, given: trace.Given, has_score: bool
 ) -> tuple[int, ...]:
     names = [name for name, _ in given.arrays]
     if isinstance(wanted, str) or not isinstance(wanted, (tuple, list)):
         raise DTypeError(
-            f"return_dmod is {in_words(wanted)}, expected a tuple of names of"
+            f"{argument} is {in_words(wanted)}, expected a tuple of names of"
             " mod_arrays"
         )
     for name in wanted:
         if name not in names:
             known = ", ".join(names) or "no array"
             raise ValueRangeError(
-                f"return_dmod has {name!r}, expected names of arrays of"
+                f"{argument} has {name!r}, expected names of arrays of"
                 f" mod_arrays, which has {known}"
             )
         kind = dict(given.arrays)[name]
         if np.dtype(_as_numpy(kind.dtype)).kind != "f":
             raise DTypeError(
-                f"return_dmod has {name!r}, whose dtype is {kind.dtype}: only"
+                f"{argument} has {name!r}, whose dtype is {kind.dtype}: only"
                 " floating-point arrays have gradients"
             )
     if not has_score:
         raise ValueRangeError(
-            "return_dmod is given without score_mod: a mask has no gradient"
+            f"{argument} is given without score_mod: a mask has no gradient"
         )
     return tuple(sorted({names.index(x) for x in wanted}))
 
@@ -324,6 +378,25 @@ def array_numbers(
         "strides": strides[0].ravel(),
         "dmod_strides": strides[1].ravel(),
     }
+
+
+def tangent_numbers(taken: Mapping[str, Layout]) -> dict[str, Any]:
+    """The fields of `ModTangentNumbers`.
+
+    Parameters
+    ----------
+    taken : mapping of str to Layout
+        All tangents as kernels read them, after an axis of directions.
+    """
+    strides = np.zeros((MOST, MOST_AXES), np.int64)
+    directions = np.zeros(MOST, np.int64)
+    for i in range(MOST):
+        layout = taken.get(f"{slot(i)}_dot")
+        if layout is not None:
+            first, *others = layouts.element_strides(layout)
+            directions[i] = first
+            strides[i, : len(others)] = others
+    return {"strides": strides.ravel(), "directions": directions}
 
 
 def gradient_sizes(signature: Signature) -> dict[int, int]:

@@ -38,6 +38,7 @@ PLACES = {
         "mask_mod return_dbias return_dsink return_dmod",
     ),
     "api/reads": ("reads of the two roles", "mask_mod score_mod"),
+    "api/derivatives": ("a TileMask", "mask_mod"),
     "api/lse_of_call": (
         "the bound of a score", "alibi_slopes dropout score_mod seed softcap",
     ),

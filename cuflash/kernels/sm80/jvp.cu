@@ -14,7 +14,7 @@
 // Block: NUM_WARPS warps of WARP_ROWS queries each.
 //
 // Constants: those of sm80/forward.cu; DIRECTIONS, FIRST_DIRECTION, LAST_DIRECTION, READS_OUT;
-// Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
+// Q_DOT to MOD_DOT: what moves.
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     q_then_out, q_dot_then_out_dot  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2 each
 //     k, k_dot                        BLOCK_K * HEAD_DIM * 2 each
@@ -160,7 +160,7 @@ jvp_sm80(const __grid_constant__ Arguments call_args) {
     const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const int lane_query = q_start + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
     const QueryTile query_tile(args, coord, lane_query);
-    const BiasTangent<float> bias_tangent(args, direction, coord.batch, coord.head);
+    const HeadTangent<float> tangent(args, direction, coord.batch, coord.head);
     const KeyTiles tiles = query_tile.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
     const KeyLoader loader(args, shared, direction, coord.batch, kv_head);
 
@@ -192,7 +192,7 @@ jvp_sm80(const __grid_constant__ Arguments call_args) {
         loader.load_v<MASKED>(tile);
         score_gemms<Q_BYTES, K_BYTES>(
             s, w, q_smem, q_dot_smem, loader.k_smem, loader.k_dot_smem);
-        scores_and_tangents(s, w, query_tile, bias_tangent, k_start);
+        scores_and_tangents(s, w, query_tile, tangent, k_start);
         if constexpr (MASKED) apply_mask(s, w, query_tile, k_start);
         cp_async_wait<0>();
         bool nonfinite = false;                             // in V, V', the same in all threads

@@ -132,6 +132,8 @@ class Asked(NamedTuple):
     seed : int
     numbers : tuple
         Those of `mod_arrays`.
+    mods : tuple of str
+        The names of these arrays, by slot.
     """
 
     scalars: Numbers = ()
@@ -139,6 +141,14 @@ class Asked(NamedTuple):
     arrays: dict[str, Any] = {}
     seed: int = 0
     numbers: tuple[Any, ...] = ()
+    mods: tuple[str, ...] = ()
+
+    def moved(self, tangents: dict[str, Any], argument: str) -> dict[str, str]:
+        """Name tangents of `mod_arrays` by slots; return what they were.
+
+        argument : that they were given as.
+        """
+        return traced.moved(tangents, argument, self.mods)
 
 
 NO_OPTIONS = Asked()
@@ -155,7 +165,8 @@ def split_options(options: dict[str, Any]) -> Asked:
         scalars = *scalars, *functions.fields
         for i, name in enumerate(functions.names):
             arrays[traced.slot(i)] = options[name]
-    return Asked(scalars, describe(arrays), arrays, seed, functions.numbers)
+    _, names, values = functions
+    return Asked(scalars, describe(arrays), arrays, seed, values, names)
 
 
 @remembered
