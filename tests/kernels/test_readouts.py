@@ -8,7 +8,13 @@ import pytest
 import cuflash
 import strategies
 from helpers import readouts
-from helpers.backends import CUPY, EMULATED, NumpyBackend, on_kernels
+from helpers.backends import (
+    CUPY,
+    EMULATED,
+    EmulatedBackend,
+    NumpyBackend,
+    on_kernels,
+)
 from helpers.compare import (
     assert_all,
     assert_allclose,
@@ -74,6 +80,21 @@ def test_is_that_of_the_matrix(backend, kind, name, options):
 @of_each_gradient
 def test_gradients_are_those_of_the_matrix(backend, kind, name, options):
     check_gradients(backend, case_of(kind, options), name)
+
+
+WIDEST = {"batch": 1, "seqlen_q": 17, "seqlen_k": 33, "head_dim": 512}
+
+
+@on_kernels
+@pytest.mark.parametrize("kind", ["mma", "fma", "dmma"])
+def test_gradients_of_the_widest_heads(backend, kind):
+    check_gradients(backend, case_of(kind, "wide", **WIDEST), "entropy")
+
+
+def test_double_rows_of_the_widest_heads_do_not_fit_an_sm75():
+    case = case_of("simt64", "wide", **WIDEST)
+    with pytest.raises(cuflash.UnsupportedError, match="133632 bytes of"):
+        check_gradients(EmulatedBackend(), case, "entropy")
 
 
 def drawn(backend, **options):
