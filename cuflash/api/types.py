@@ -77,7 +77,7 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         max_seqlen_k: int | None
 
     class Traced(TypedDict, total=False):
-        """The rows of the option table that only `forward` has."""
+        """The rows of the option table that bridges do not have."""
 
         score_mod: Callable[..., Any] | None
         mask_mod: Callable[..., Any] | None
@@ -187,7 +187,9 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         num_splits: int | None
         out: A | None
 
-    class KVCacheOptions(KVCacheOptionsOf[Array, Integers], total=False):
+    class KVCacheOptions(
+        KVCacheOptionsOf[Array, Integers], Traced, total=False
+    ):
         """Those of `forward_kvcache`."""
 
     class TorchCacheOptions(KVCacheOptionsOf[torch.Tensor, int], total=False):

@@ -49,6 +49,11 @@ def slot(index: int) -> str:
     return f"mod_arrays[{index}]"
 
 
+def is_slot(name: str) -> bool:
+    """Whether it is such a name, among those that signatures have."""
+    return name.startswith(_MARK)
+
+
 def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The numbers of `mod_arrays` by name, and its arrays by `named`."""
     if not isinstance(given, Mapping):
@@ -144,6 +149,20 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
         tuple(arrays),
         tuple([_checked(x, y) for x, y in values.items()]) if values else (),
     )
+
+
+def taken(options: dict[str, Any]) -> Recorded:
+    """Record the functions among a call's options, and take them out.
+
+    The arrays that they read stay, by slot.
+    """
+    found = recorded(options)
+    if found.fields:
+        for name in (*_ROLES, "mod_arrays"):
+            options.pop(name, None)
+        for i, name in enumerate(found.names):
+            options[slot(i)] = options.pop(name)
+    return found
 
 
 def place_of_read(options: Mapping[str, Any], role: str, gather: Node) -> str:

@@ -78,6 +78,7 @@ PLACES = {
         "tuned tiles",
         "mask_mod max_seqlen_k max_seqlen_q segment_ids window",
     ),
+    "plans/append": ("whether queries are in order", "window"),
     "plans/expression": (
         "the kernels' texts, on what flags of tiles depend",
         "score_mod mask_mod mod_arrays return_dmod segment_ids window",

@@ -57,10 +57,13 @@ struct LaneRows {
         ScoreMod<float> score_mod;
         PairMask pair_mask;
         Dropout<float> dropout;
-        __device__ __forceinline__ Row(const Arguments& args, int batch, int query, int head)
-            : query(query), score_mod(args), pair_mask(args, batch), dropout(args) {
+        __device__ __forceinline__ Row(const Arguments& args, const RowTile& rows, int row)
+            : query(rows.query_of(row)), score_mod(args), pair_mask(args, rows.sequence.number),
+              dropout(args) {
+            const int batch = rows.sequence.number, head = rows.head_of(row);
             score_mod.set_head(args, batch, head);
             pair_mask.set_head(head);
+            rows.set_user(args, score_mod, pair_mask, head);
             dropout.set_head(batch, head);
         }
     };
@@ -79,8 +82,7 @@ struct LaneRows {
         for (int i = 0; i < M_TILES; ++i)
             #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int r = i * 16 + half * 8 + lane / 4;
-                const Row row(args, rows.sequence.number, rows.query_of(r), rows.head_of(r));
+                const Row row(args, rows, i * 16 + half * 8 + lane / 4);
                 #pragma unroll
                 for (int j = 0; j < S_TILES; ++j)
                     #pragma unroll

@@ -19,11 +19,16 @@ from cuflash.errors import (
     ValueRangeError,
     in_words,
 )
-from cuflash.request import checks
+from cuflash.request import checks, traced
 from cuflash.request.options import TABLE
 from cuflash.request.problem import Call, KVCache, Problem, Signature
 from cuflash.request.validate.attention import fields_of
-from cuflash.request.validate.descriptions import address, describe, remembered
+from cuflash.request.validate.descriptions import (
+    address,
+    describe,
+    layout_of,
+    remembered,
+)
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.kvcache_arrays import (
     CACHES,
@@ -82,6 +87,7 @@ def forward_kvcache(
     for name in _CHECKS:
         if (x := options.pop(name, None)) is not None:
             asked[name] = x
+    functions = traced.taken(options)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     if k_new is not None:
         given["k_new"] = k_new
@@ -102,6 +108,7 @@ def forward_kvcache(
         causal=causal,
         num_splits=num_splits,
         return_lse=return_lse,
+        functions=functions.fields,
         **asked,
     )
     if memory.pairs:
@@ -109,7 +116,10 @@ def forward_kvcache(
     length = signature.problem.seqlen_k
     if by_int:
         length = length_of(cache_seqlens, signature.problem)
-    return Call(signature, given, out, options, cache_seqlens=length)
+    return Call(
+        signature, given, out, options, cache_seqlens=length,
+        mod_numbers=functions.numbers,
+    )  # fmt: skip
 
 
 def check_call(
@@ -122,6 +132,7 @@ def check_call(
     causal: Any = False,
     num_splits: Any = None,
     return_lse: Any = False,
+    functions: Numbers = (),
     **asked: Any,
 ) -> tuple[Signature, Memory]:
     """Check all but where the arrays lie, and a length that is an int.
@@ -132,6 +143,8 @@ def check_call(
         All arrays by argument name, `out` among them, q first.
     by_int : bool
         Whether cache_seqlens is an int.
+    functions : tuple of (str, object)
+        `traced.Recorded.fields`; their arrays are among `arrays`, by slot.
     **asked
         The table's numbers.
     """
@@ -147,6 +160,7 @@ def check_call(
         if asked else (),
         None if num_splits is None else splits_of(num_splits),
         checks.flag("return_lse", return_lse),
+        functions,
     )  # fmt: skip
 
 
@@ -237,6 +251,7 @@ def _checked(
     asked: Numbers,
     num_splits: int | None,
     return_lse: bool,
+    functions: Numbers,
 ) -> tuple[Signature, Memory]:
     """Check a call; nothing here depends on the data."""
     check_one_device(seen)
@@ -255,7 +270,8 @@ def _checked(
     arrays.check()
     arrays.check_caches()
     others = Others(arrays, by_name, max_seqlen_q)
-    options = others.layouts
+    read = {x[0]: layout_of(x) for x in seen if traced.is_slot(x[0])}
+    options = others.layouts | read
     rotary = None
     if "rotary_cos" in options:
         rotary = rotary_of(options["rotary_cos"], None, rotary_interleaved)
@@ -300,6 +316,7 @@ def _checked(
             rotary=rotary,
         ),
         **numbers_asked,
+        **dict(functions),
         **fields_of(others.of_heads),
     )
     signature = Signature(
