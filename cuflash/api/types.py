@@ -156,7 +156,9 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         num_splits: int | None
         deterministic: bool
 
-    class TorchOptions(OptionsOf[torch.Tensor, int], _Attention, total=False):
+    class TorchOptions(
+        OptionsOf[torch.Tensor, int], _Attention, Traced, total=False
+    ):
         """The keywords of `cuflash.torch.attention`, but for return_lse."""
 
     class JaxOptions(

@@ -18,7 +18,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -49,13 +49,31 @@ class Same:
         return id(self.value)
 
 
-def fingerprint(function: Any) -> Any:
-    """A key for a function's graph; None if there is none."""
+class Look(Protocol):
+    """Tells what is compared of values that another library knows."""
+
+    def begin(self) -> None:
+        """A function is looked at, from its beginning."""
+
+    def of(self, value: Any) -> Any:
+        """What is compared; a dict of its attributes; None: not known."""
+
+
+def fingerprint(function: Any, look: Look | None = None) -> Any:
+    """A key for a function's graph; None if there is none.
+
+    Parameters
+    ----------
+    function : callable
+    look : Look, optional
+    """
     code = getattr(function, "__code__", None)
     names = _REACHED.get(code, frozenset())
     try:
         while True:
-            content = _Content(names)
+            if look is not None:
+                look.begin()
+            content = _Content(names, look)
             found = content.of(function, 0)
             if content.names <= names:
                 return found
@@ -95,8 +113,9 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 class _Content:
     """What is compared of values; a value within itself is not again."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], look: Look | None) -> None:
         self.names = set(names)
+        self._look = look
         self._within: set[int] = set()
 
     def of(self, value: Any, depth: int) -> Any:
@@ -120,7 +139,15 @@ class _Content:
 
     def _of(self, kind: type, value: Any, depth: int) -> Any:
         if kind is FunctionType:
+            if value.__closure__ is None and _root(value) in _LIBRARIES:
+                return Same(value)
             return self._of_function(value, depth)
+        if self._look is not None:
+            found = self._look.of(value)
+            if found is not None:
+                if isinstance(found, dict):
+                    found = Same(value), self._named(found, depth)
+                return found
         if kind in (tuple, list):
             return kind, self._several(value, depth)
         if kind is dict:
@@ -186,7 +213,11 @@ class _Content:
             own = vars(value)
         else:
             own = self._of_instance(kind, value)
-        return Same(value), tuple([
+        return Same(value), self._named(own, depth)
+
+    def _named(self, own: dict[str, Any], depth: int) -> Any:
+        """The attributes that codes name."""
+        return tuple([
             (name, self.of(x, depth)) for name, x in own.items()
             if name in self.names or name == "__call__"
         ])  # fmt: skip
