@@ -8,7 +8,10 @@ the tensors again.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from cuflash.errors import DTypeError, ValueRangeError
 from cuflash.expressions import nodes, trace
 from cuflash.expressions.nodes import Node
-from cuflash.expressions.remember import fingerprint
+from cuflash.expressions.remember import Attributes, fingerprint
 from cuflash.expressions.trace import ArrayKind, ArraySymbol, Symbol
+from cuflash.expressions.watch import Watch
 from cuflash.request import traced
 from cuflash.request.kept import Kept
 
@@ -28,9 +32,7 @@ from .dtypes import NUMPY
 _ROLES = "score_mod", "mask_mod"
 
 # What functions may ask of a tensor: it is part of the key.
-_ATTRIBUTES = (
-    "shape", "dtype", "device", "ndim", "is_cuda", "requires_grad"
-)  # fmt: skip
+_ATTRIBUTES = "shape", "dtype", "device", "ndim", "is_cuda"
 _METADATA = frozenset(
     (
         *(getattr(torch.Tensor, x).__get__ for x in _ATTRIBUTES),
@@ -275,16 +277,10 @@ class _Collected:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._before = 0  # of functions before this one
-
-    def key_of(self, function: Any) -> Any:
-        """The function's fingerprint."""
-        self._before = len(self.tensors)
-        return fingerprint(function, self)
 
     def begin(self) -> None:
         """See `remember.Look`."""
-        del self.tensors[self._before :]
+        self.tensors.clear()
 
     def of(self, value: Any) -> Any:
         """See `remember.Look`."""
@@ -293,20 +289,76 @@ class _Collected:
                 if known is value:
                     return torch.Tensor, index
             self.tensors.append(value)
-            return (
-                torch.Tensor, len(self.tensors) - 1, value.dtype, value.shape,
-                value.device, value.requires_grad,
-            )  # fmt: skip
+            index = len(self.tensors) - 1
+            return torch.Tensor, index, value.dtype, value.shape, value.device
         if isinstance(value, torch.nn.Module):
-            own: dict[str, Any] = {}
-            for base in type(value).__mro__[::-1]:
-                if base not in (object, torch.nn.Module):
-                    own |= vars(base)
-            return {
-                **own, **vars(value), **value._parameters, **value._buffers,
-                **value._modules,
-            }  # fmt: skip
+            number = _MODULES.get(value)
+            if number is None:
+                number = _MODULES[value] = next(_numbers)
+            bases = type(value).__mro__
+            bases = bases[: bases.index(torch.nn.Module)]
+            spaces = vars(value), value._parameters, value._buffers
+            spaces = *spaces, value._modules, *map(vars, bases)
+            return Attributes((torch.nn.Module, number), spaces)
+        if type(value) in _STEADY:
+            return value
         return None
+
+
+# Identities that keep no module alive.
+_MODULES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+_STEADY = torch.dtype, torch.device
+
+
+class _Key:
+    """A function's fingerprint, the tensors in it, and what it is made of.
+
+    Attributes
+    ----------
+    value : object
+        None: there is none.
+    tensors : list of Tensor
+    """
+
+    __slots__ = ("_metadata", "_watch", "tensors", "value")
+
+    def __init__(self, function: Any) -> None:
+        look, self._watch = _Collected(), Watch()
+        found = fingerprint(function, look, self._watch)
+        # By a number: it is looked up in each call.
+        self.value = None if found is None else _number_of(found)
+        self.tensors = look.tensors
+        self._metadata = [(x, x.dtype, x.shape) for x in look.tensors]
+
+    def holds(self) -> bool:
+        """Whether the function would have the same."""
+        if self.value is None or not self._watch.holds():
+            return False
+        for x, dtype, shape in self._metadata:
+            if x.dtype is not dtype or x.shape != shape:
+                return False
+        return True
+
+
+_NUMBER_OF: dict[Any, int] = {}
+_KEYS: weakref.WeakKeyDictionary[Any, _Key] = weakref.WeakKeyDictionary()
+
+
+def _number_of(found: Any) -> int:
+    if len(_NUMBER_OF) >= _MOST_RECORDED:
+        _NUMBER_OF.clear()
+    return _NUMBER_OF.setdefault(found, next(_numbers))
+
+
+def _key_of(function: Any) -> _Key:
+    """A function's key, by one look-up where nothing has changed."""
+    if type(function) is not FunctionType:
+        return _Key(function)
+    found = _KEYS.get(function)
+    if found is None or not found.holds():
+        found = _KEYS[function] = _Key(function)
+    return found
 
 
 class _Recorded(NamedTuple):
@@ -369,18 +421,19 @@ def taken(
         if own or numbers:
             traced.recorded({"mod_arrays": numbers, **own})  # refuses them
         return None
-    found = _Collected()
-    keys = [*map(found.key_of, functions.values())]
+    keys = [*map(_key_of, functions.values())]
+    tensors = [x for key in keys for x in key.tensors]
     key = (
-        *zip(functions, keys, strict=True),
-        tuple([(n, x.dtype, x.ndim) for n, x in own.items()]),
-        tuple([(n, type(x)) for n, x in numbers.items()]),
+        *[(role, x.value) for role, x in zip(functions, keys, strict=True)],
+        *map([*map(id, tensors)].index, map(id, tensors)),  # which are one
+        *[(n, x.dtype, x.ndim) for n, x in own.items()],
+        *[(n, type(x)) for n, x in numbers.items()],
     )
     recorded, lasts = _RECORDED.get(key), True
     if recorded is not None:
-        captured = [found.tensors[i] for i in recorded.picked]
+        captured = [tensors[i] for i in recorded.picked]
     else:
-        known = None if None in keys else found.tensors
+        known = None if any(x.value is None for x in keys) else tensors
         recorded, captured, lasts = _recorded(functions, own, numbers, known)
         if lasts:
             if len(_RECORDED) >= _MOST_RECORDED:
