@@ -188,15 +188,24 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         k_scale: A | None
         v_scale: A | None
         num_splits: int | None
-        out: A | None
 
     class KVCacheOptions(
         KVCacheOptionsOf[Array, Integers], Traced, total=False
     ):
         """Those of `forward_kvcache`."""
 
+        out: Array | None
+
     class TorchCacheOptions(KVCacheOptionsOf[torch.Tensor, int], total=False):
         """Those of `cuflash.torch.forward_kvcache`."""
+
+        out: torch.Tensor | None
+
+    class JaxCacheOptions(
+        KVCacheOptionsOf[jax.typing.ArrayLike, int | jax.typing.ArrayLike],
+        total=False,
+    ):
+        """Those of `cuflash.jax.forward_kvcache`."""
 
 
 class RotaryOptions(TypedDict, total=False):

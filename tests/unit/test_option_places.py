@@ -154,7 +154,8 @@ PLACES = {
     "jax/readouts": (
         "as jax/attention, before dropout", "cu_seqlens_q dropout seed window",
     ),
-    "jax/batching": ("by position in the batch", "dropout"),
+    "jax/batching": ("by position in the batch", "cu_seqlens_q dropout"),
+    "jax/kvcache": ("packs queries alone", "cu_seqlens_q max_seqlen_q window"),
     "jax/cuda": ("is converted", "alibi_slopes seed"),
     "flash_attn/arguments": (
         "theirs", "alibi_slopes bias dropout mask window"
