@@ -33,6 +33,7 @@ from .flex import flex_attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
 from .merging import merge_states
+from .pair_bias import attention_pair_bias, triangle_attention
 from .readouts import entropy, weight_sums, weights
 from .registration import register_transformers
 from .rotary import apply_rotary
@@ -42,6 +43,7 @@ __all__ = [
     "BlockMask",
     "apply_rotary",
     "attention",
+    "attention_pair_bias",
     "create_block_mask",
     "distributed_attention",
     "entropy",
@@ -50,6 +52,7 @@ __all__ = [
     "merge_states",
     "register_transformers",
     "scaled_dot_product_attention",
+    "triangle_attention",
     "weight_sums",
     "weights",
 ]
