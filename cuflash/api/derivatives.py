@@ -11,7 +11,7 @@ from cuflash.api.foreign_names import split_options
 from cuflash.api.reads import look_at_functions
 from cuflash.request.options import FORWARD
 from cuflash.request.problem import strip, strip_lse
-from cuflash.request.traced import parted_tangents
+from cuflash.request.traced import in_slots, parted_tangents
 from cuflash.request.validate import derivatives as validate_derivatives
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def double_backward(
     others = list(results[4:])
     if return_ddlse:
         others[-1] = strip_lse(others[-1], call.rank)
-    names = sorted({*return_d2mod})
+    names = in_slots(return_d2mod, arrays)
     first = len(others) - return_ddlse - len(names)
     if names:
         own = slice(first, first + len(names))

@@ -29,10 +29,16 @@ def has_expression(problem: Problem) -> bool:
     return not (problem.score_mod is problem.mask_mod is None)
 
 
-def is_curved(problem: Problem) -> bool:
-    """Whether a user's score has slopes that differ from pair to pair."""
+def tiles_of_slopes(problem: Problem) -> int:
+    """The tiles of numbers that a double backward keeps of slopes.
+
+    Slopes that differ from pair to pair, and how they move; scores before f
+    and their tangents, if arrays have second gradients by these.
+    """
     score = problem.score_mod
-    return score is not None and not derivative.slope(score).is_constant
+    if score is None or derivative.slope(score).is_constant:
+        return 0
+    return 4 if problem.return_dmod else 2
 
 
 def sums_exactly(problem: Problem) -> bool:

@@ -80,9 +80,8 @@ def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
     d, dv = padded_head_dims(problem)
     threads = tile.num_warps * 32
     kept = tile.block_k * (d + dv) // threads
-    curved = expression.is_curved(problem)
-    tiles = 6 if curved or "bends" in acts(problem) else 4
-    tiles += 2 if curved and problem.return_dmod else 0
+    curved = expression.tiles_of_slopes(problem)
+    tiles = 4 + (curved or 2 * ("bends" in acts(problem)))
     scores = tiles * tile.block_q * tile.block_k // threads
     dq = tile.block_q * d // threads
     registers = _REGISTERS_OF_SM // (threads * tile.blocks_per_sm)

@@ -256,6 +256,7 @@ MOVED = ("q", "k", "v", *DIFFERENTIABLE)
 FORWARD = tuple(x.name for x in TABLE if not x.of_gradients)
 BACKWARD = tuple(BY_NAME)
 UNTRACED = tuple(x for x in FORWARD if not BY_NAME[x].traced)
+TRACED = frozenset(x.name for x in TABLE if x.traced)
 KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
 
 
