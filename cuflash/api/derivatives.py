@@ -9,9 +9,10 @@ from cuflash.api import foreign_names
 from cuflash.api.arrays import check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
 from cuflash.api.reads import look_at_functions
+from cuflash.request.mod_tangents import parted_tangents
 from cuflash.request.options import FORWARD
 from cuflash.request.problem import strip, strip_lse
-from cuflash.request.traced import in_slots, parted_tangents
+from cuflash.request.traced import in_slots
 from cuflash.request.validate import derivatives as validate_derivatives
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from cuflash.plans.expression import has_expression
 from cuflash.plans.plan import FamilyName, Plan
 from cuflash.plans.record import Family
 from cuflash.plans.steps import num_directions
-from cuflash.request import layouts, options, traced
+from cuflash.request import layouts, mod_tangents, options, traced
 from cuflash.request.problem import Call, Layout, Signature
 
 _NO_GRADIENTS: dict[str, Any] = {
@@ -246,7 +246,7 @@ def _recipe(
     moves = _tangents_taken(signature, decided.record)
     numbers = {"tangents": _tangent_numbers(signature, moves)}
     if has_expression(signature.problem):
-        numbers["mod_tangents"] = traced.tangent_numbers(moves)
+        numbers["mod_tangents"] = mod_tangents.tangent_numbers(moves)
     taken = {**taken, **moves}
     return recipe_of(signature, target, decided, given, taken, writes, numbers)
 

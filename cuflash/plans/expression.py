@@ -9,7 +9,7 @@ from cuflash.expressions import derivative, nodes
 from cuflash.expressions.reals import SHORT
 from cuflash.expressions.text import Moves, text
 from cuflash.plans.tiles import Tile
-from cuflash.request import traced
+from cuflash.request import mod_tangents
 from cuflash.request.problem import Problem
 
 from .kernel import KernelPlan, Launch, Plan
@@ -171,7 +171,7 @@ def _moves(problem: Problem) -> Moves | None:
         return None
     moving = tangents.of if tangents.count else ()
     twice = problem.direction == "double_backward"
-    return Moves(traced.slots_of(moving), twice)
+    return Moves(mod_tangents.slots_of(moving), twice)
 
 
 def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypedDict
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
-from cuflash.request import options, traced
+from cuflash.request import mod_tangents, options
 from cuflash.request.problem import Problem
 
 from . import expression
@@ -150,7 +150,7 @@ def tangent_constants(problem: Problem) -> tuple[tuple[str, bool], ...]:
     moving = tangents.of if tangents.count else ()
     return (
         *((f"{x.upper()}_DOT", x in moving) for x in options.MOVED),
-        ("MOD_DOT", bool(traced.slots_of(moving))),
+        ("MOD_DOT", bool(mod_tangents.slots_of(moving))),
     )
 
 

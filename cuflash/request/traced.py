@@ -67,11 +67,6 @@ def slot(index: int) -> str:
     return f"mod_arrays[{index}]"
 
 
-def slots_of(names: Iterable[str]) -> tuple[int, ...]:
-    """The indices of the arrays among what moves, in order."""
-    return tuple(int(x[len(_MARK) : -1]) for x in names if is_slot(x))
-
-
 def is_slot(name: str) -> bool:
     """Whether it is such a name, among those that signatures have."""
     return name.startswith(_MARK)
@@ -113,54 +108,6 @@ def _as_number(value: Any) -> bool | int | float:
     if isinstance(value, np.bool_):
         return bool(value)
     return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def parted_tangents(given: Any, argument: str) -> dict[str, Any]:
-    """Tangents of `mod_arrays` by `named`; `argument` is what they are."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise DTypeError(
-            f"{argument} is {in_words(given)}, expected a dict from names of"
-            " arrays of mod_arrays to their tangents"
-        )
-    found = {named(str(x), argument): y for x, y in given.items()}
-    for name, value in found.items():
-        if not hasattr(value, "shape"):
-            raise DTypeError(f"{name} is {in_words(value)}, expected an array")
-    return found
-
-
-def moved(
-    tangents: dict[str, Any], argument: str, arrays: Sequence[str]
-) -> dict[str, str]:
-    """Name those of `parted_tangents` by slots; return what they were.
-
-    Parameters
-    ----------
-    tangents : dict
-        Changed in place; it may have others.
-    argument : str
-    arrays : sequence of str
-        `Recorded.names`.
-    """
-    inner = [x[len(_MARK) :] for x in arrays]
-    own = [x for x in tangents if x.startswith(f"{argument}[")]
-    for name in own:
-        if name[len(argument) + 1 :] not in inner:
-            known = ", ".join(arrays) or "there is none"
-            raise ValueRangeError(
-                f"{name} is given, expected the tangent of an array of"
-                f" mod_arrays: {known}"
-            )
-    slots = {
-        slot(i): f"{argument}[{x}"
-        for i, x in enumerate(inner)
-        if f"{argument}[{x}" in own
-    }
-    for place, name in slots.items():
-        tangents[place] = tangents.pop(name)
-    return slots
 
 
 class Recorded(NamedTuple):
@@ -475,25 +422,6 @@ def array_numbers(
         "strides": strides[0].ravel(),
         "dmod_strides": strides[1].ravel(),
     }
-
-
-def tangent_numbers(taken: Mapping[str, Layout]) -> dict[str, Any]:
-    """The fields of `ModTangentNumbers`.
-
-    Parameters
-    ----------
-    taken : mapping of str to Layout
-        All tangents as kernels read them, after an axis of directions.
-    """
-    strides = np.zeros((MOST, MOST_AXES), np.int64)
-    directions = np.zeros(MOST, np.int64)
-    for i in range(MOST):
-        layout = taken.get(f"{slot(i)}_dot")
-        if layout is not None:
-            first, *others = layouts.element_strides(layout)
-            directions[i] = first
-            strides[i, : len(others)] = others
-    return {"strides": strides.ravel(), "directions": directions}
 
 
 def gradient_sizes(signature: Signature) -> dict[int, int]:

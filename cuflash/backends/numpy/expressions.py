@@ -27,8 +27,9 @@ from cuflash.expressions.nodes import Node
 from cuflash.reference.expressions import Dual, HeadIndices
 from cuflash.reference.options import Options, Tile
 from cuflash.reference.scores import reduce_to_shape
+from cuflash.request.mod_tangents import slots_of
 from cuflash.request.problem import Call
-from cuflash.request.traced import slot, slots_of
+from cuflash.request.traced import slot
 
 GRAIN = 64  # keys whose visibility intervals decide together
 FEW_KEYS = 128  # are tested sooner than intervals decide

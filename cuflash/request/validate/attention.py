@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from cuflash.errors import UnsupportedError
-from cuflash.request import checks, traced
+from cuflash.request import checks, mod_tangents, traced
 from cuflash.request.options import ARRAYS, BY_NAME, TABLE
 from cuflash.request.problem import Call, Layout, Signature
 from cuflash.request.validate.descriptions import (
@@ -148,7 +148,7 @@ class Asked(NamedTuple):
 
         argument : that they were given as.
         """
-        return traced.moved(tangents, argument, self.mods)
+        return mod_tangents.moved(tangents, argument, self.mods)
 
 
 NO_OPTIONS = Asked()
