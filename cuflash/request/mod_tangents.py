@@ -41,7 +41,10 @@ def parted_tangents(given: Any, argument: str) -> dict[str, Any]:
 
 
 def moved(
-    tangents: dict[str, Any], argument: str, arrays: Sequence[str]
+    tangents: dict[str, Any],
+    argument: str,
+    arrays: Sequence[str],
+    has_score: bool,
 ) -> dict[str, str]:
     """Name those of `parted_tangents` by slots; return what they were.
 
@@ -52,11 +55,18 @@ def moved(
     argument : str
     arrays : sequence of str
         `Recorded.names`.
+    has_score : bool
+        Whether there is a score_mod.
     """
     slots = {
         named(name_of(x), argument): slot(i) for i, x in enumerate(arrays)
     }
     own = [x for x in tangents if x.startswith(f"{argument}[")]
+    if own and not has_score:
+        raise ValueRangeError(
+            f"{argument} is given without score_mod: nothing else moves with"
+            " arrays of mod_arrays"
+        )
     for name in own:
         if name not in slots:
             known = ", ".join(arrays) or "there is none"
@@ -67,6 +77,25 @@ def moved(
     for name in own:
         tangents[slots[name]] = tangents.pop(name)
     return {slots[x]: x for x in own}
+
+
+_REALS = "float16", "bfloat16", "float32", "float64"
+
+
+def check_moves(name: str, what: str, dtype: str) -> None:
+    """Raise DTypeError for the tangent of an array that cannot move."""
+    if is_slot(what) and dtype not in _REALS:
+        raise DTypeError(
+            f"{name} is given for an array of dtype {dtype}: only"
+            " floating-point arrays move"
+        )
+
+
+def name_of_moved(what: str, name: str) -> str:
+    """What errors call an input whose tangent has a name."""
+    if not is_slot(what):
+        return what
+    return f"mod_arrays{name[name.index('[') :]}"
 
 
 def tangent_numbers(taken: Mapping[str, Layout]) -> dict[str, Any]:

@@ -176,7 +176,9 @@ PLACES = {
         "blocks of a mask",
         "cu_seqlens cu_seqlens_q cu_seqlens_k mask seed window",
     ),
-    "distributed/functions": ("the two roles", "mask_mod mod_arrays score_mod"),
+    "distributed/functions": (
+        "the two roles", "mask mask_mod mod_arrays score_mod",
+    ),
     "distributed/attention": (
         "arguments of its own",
         "cu_seqlens_q cu_seqlens_k mask softcap window",

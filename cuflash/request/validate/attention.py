@@ -148,7 +148,8 @@ class Asked(NamedTuple):
 
         argument : that they were given as.
         """
-        return mod_tangents.moved(tangents, argument, self.mods)
+        has_score = any(name == "score_mod" for name, _ in self.scalars)
+        return mod_tangents.moved(tangents, argument, self.mods, has_score)
 
 
 NO_OPTIONS = Asked()

@@ -15,6 +15,7 @@ import numpy as np
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.request import checks
 from cuflash.request.layouts import broadcast_strides
+from cuflash.request.mod_tangents import check_moves, name_of_moved
 from cuflash.request.options import DIFFERENTIABLE, MOVED
 from cuflash.request.problem import Call, Layout, Signature, Tangents
 from cuflash.request.validate.attention import signature_of, split_options
@@ -210,24 +211,26 @@ def _check(
     """Check a tangent's dtype and shape against what it moves."""
     name, shape, _, dtype, *_ = seen
     own, got = tuple(given[0]), tuple(shape)
+    moved = name_of_moved(what, name)
     expected_dtype = np.dtype(given[2]).name
+    check_moves(name, what, expected_dtype)
     if np.dtype(dtype).name != expected_dtype:
         raise DTypeError(
             f"{name} has dtype {np.dtype(dtype).name}, expected "
-            f"{expected_dtype} as {what}: each has the dtype of what it moves"
+            f"{expected_dtype} as {moved}: each has the dtype of what it moves"
         )
     if got == (*lead, *own):
         return
     also = ""
-    if name == first and name.endswith("_dot") and not lead:
+    if name == first and not name.startswith("dd") and not lead:
         also = f", or {('n', *own)} for n directions at once".replace("'", "")
     elif lead:
         also = f", for each of {lead[0]} directions"
         also += "" if name == first else f" as {first} has"
-    elif name != first and name.endswith("_dot"):
+    elif name != first and not name.startswith("dd"):
         also = f": {first} has one direction"
     raise ShapeError(
-        f"{name} has shape {got}, expected {(*lead, *own)} as {what} has "
+        f"{name} has shape {got}, expected {(*lead, *own)} as {moved} has "
         f"{own}{also}"
     )
 
