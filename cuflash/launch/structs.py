@@ -375,6 +375,7 @@ JvpWgmmaArguments = _composed(
     "As ForwardWgmmaArguments; those of tangents are of (head_dim, token,"
     " head, direction * batch).",
 )
+JvpWgmmaExpressionArguments = _composed("jvp", "maps expression")
 DoubleBackwardWgmmaArguments = _composed(
     "double_backward",
     "maps",

@@ -95,7 +95,7 @@ _WIDE_MAKERS = {
 
 # Whether sm90's kernels support a problem; `sm90.runs` in other directions.
 _SM90_RUNS = {
-    "jvp": sm90.runs_derivatives,
+    "jvp": sm90_jvp.runs,
     "double_backward": sm90_double_backward.runs,
 }
 

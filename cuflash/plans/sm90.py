@@ -133,15 +133,17 @@ def runs(problem: Problem, device: Device) -> bool:
     )
 
 
-def runs_derivatives(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of derivatives support the problem: no options.
+def runs_derivatives(
+    problem: Problem, device: Device, options: tuple[str, ...] = ()
+) -> bool:
+    """Whether kernels of derivatives that have these options support it.
 
     They store rows of head_dim_v elements 16 bytes at a time.
     """
     tangents = problem.tangents
     return bool(
         runs(problem, device)
-        and not problem.options
+        and {*options}.issuperset(problem.options)
         and tangents is not None
         and tangents.count > 0
         and problem.head_dim_v % 8 == 0

@@ -1,4 +1,7 @@
-"""The plan of a JVP by wgmma: 16-bit types without options, on Hopper."""
+"""The plan of a JVP by wgmma: 16-bit types, on Hopper.
+
+Without options but a user's score.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
 
+from .expression import has_expression
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
 from .rounding import ceil_div, round_up
 from .simt_derivatives import jvp_kernel, recompute_launch
-from .sm90 import MBARRIER_BYTES, head_dims
+from .sm90 import MBARRIER_BYTES, head_dims, runs_derivatives
 from .steps import (
     DirectionGroups,
     count_tiles,
     direction_groups,
+    is_linear,
     kernel_of,
     num_directions,
     sections,
@@ -30,6 +35,14 @@ _FLAG_ROWS = 16  # common/row_flags.cuh
 
 # Of the kernel that computes the flagged rows.
 _RECOMPUTE_TILE = Tile(32, 16, 4)
+
+
+def runs(problem: Problem, device: Device) -> bool:
+    """Whether the kernel supports the problem: no option but a user's score.
+
+    A user's mask hides tiles, which it does not skip.
+    """
+    return runs_derivatives(problem, device, ("score_mod",))
 
 
 def _shared(problem: Problem, tile: Tile) -> int:
@@ -48,6 +61,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
     if tile.directions > num_directions(problem):
         return False
+    if has_expression(problem) and tile.directions > 1:
+        return False  # slopes are not kept for the second
     return tile.block_k + (1 + tile.directions) * dv // 2 <= _REGISTERS
 
 
@@ -57,7 +72,7 @@ def _kernel(
     shared = _shared(problem, replace(tile, directions=group.directions))
     return kernel_of(
         problem, tile, "sm90", head_dims(problem), shared,
-        ("NEGATE_SCORES", problem.scale < 0),
+        ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         ("KV_STAGES", tile.num_stages),
         *group.constants,
     )  # fmt: skip

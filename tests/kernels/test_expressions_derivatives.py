@@ -74,6 +74,21 @@ def test_one_that_moves(backend, moving):
 
 
 @on_kernels
+@pytest.mark.parametrize(
+    ("moving", "options"),
+    [(("q", "k", "v", *MOVING), {"scale": -0.3}), (("gain",), {}),
+     (("q", "table"), {"causal": True, "head_dim_v": 128})],
+)  # fmt: skip
+def test_jvp_of_a_score_alone_on_hopper(backend, moving, options):
+    """By wgmma: tiles of 128 queries, of which some are past the end."""
+    case = {"seqlen_q": 150, "seqlen_k": 170, "head_dim": 64, **options}
+    case = {"head_dim_v": 64, "layout": "contiguous"} | case
+    call = call_of("Hopper", moving, **case)
+    del call.functions["mask_mod"]
+    check_jvp(backend, call)
+
+
+@on_kernels
 @pytest.mark.parametrize("family", ["sm80", "fma", "simt"])
 def test_sums_in_order(backend, family):
     """d2mod has the same bits in each run, in whatever order blocks run."""

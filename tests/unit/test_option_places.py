@@ -88,6 +88,7 @@ PLACES = {
         "dtypes, launches",
         "bias mask mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
+    "plans/sm90_jvp": ("the one that it has", "score_mod"),
     "plans/sm90": (
         "memory, registers",
         "alibi_slopes bias mask mask_mod return_dbias return_dmod score_mod"

@@ -33,9 +33,12 @@
 // float16, and exponents so large that a float holds no fraction of them. Their warps set a flag,
 // and simt/jvp.cu, launched next, computes the flagged rows.
 //
+// With SCORE_MOD the user's f follows S, and W becomes f_x W + sum f_a a' (score/tangents.cuh).
+//
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0), HEAD_DIM and HEAD_DIM_V (multiples of 16
-// that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, KV_STAGES, SHARED_BYTES; Q_DOT, K_DOT, V_DOT: what
-// moves; DIRECTIONS, FIRST_DIRECTION, LAST_DIRECTION, READS_OUT; Arguments; no options.
+// that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, KV_STAGES, SHARED_BYTES; Q_DOT, K_DOT, V_DOT,
+// MOD_DOT: what moves; DIRECTIONS, 1 with SCORE_MOD; FIRST_DIRECTION, LAST_DIRECTION, READS_OUT;
+// Arguments; no options but SCORE_MOD.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 // mbarriers: *_full: from TMA to the consumers, an arrival for each tile, and its bytes. *_empty:
 // back, an arrival of each consumer warp.
@@ -44,6 +47,7 @@
 #include "common/row_flags.cuh"
 #include "common/scheduler.cuh"
 #include "score/directions.cuh"
+#include "score/tangents.cuh"
 #include "sm90/consumer_constants.cuh"
 #include "sm90/forward_softmax.cuh"
 #include "sm90/pipeline.cuh"
@@ -51,9 +55,9 @@
 #include "sm90/jvp_weights.cuh"
 
 constexpr int SIGN = NEGATE_SCORES ? -1 : 1;
-constexpr bool SCORES_MOVE = Q_DOT || K_DOT;
 
 static_assert(CONSUMER_WARPGROUPS == 2, "240 registers for each of two consumers");
+static_assert(DIRECTIONS == 1 || !SCORE_MOD, "slopes of f are not kept for a second direction");
 
 using Output = float[O_COUNT];
 
@@ -162,8 +166,12 @@ struct Consumer {
         __shfl_sync(WHOLE_WARP, static_cast<int>(threadIdx.x / WARPGROUP), 0) - 1;
     const int lane = threadIdx.x % 32;
     const int lane_row = (threadIdx.x / 32 - 4) * 16 + lane / 4;    // the lane's first
-    const float scale = fabsf(static_cast<float>(args.arrays.scale));
-    const float scale_log2 = exponent_scale<true>(args.arrays.scale);
+    // What S and W are multiplied by; f has done that.
+    const float scale = SCORE_MOD ? 1.0f : fabsf(static_cast<float>(args.arrays.scale));
+    const float scale_log2 = exponent_scale<!SCORE_MOD>(args.arrays.scale);
+    ScoreMod<float> score_mod{args};
+    const HeadTangent<float> tangent{
+        args, tile.slice / tile.num_batches, tile.batch, tile.head};
 
     // W = Q' K^T + Q K'^T of a direction and, if it is the first, S = Q K^T, asynchronously.
     template <int DIRECTION>
@@ -216,6 +224,7 @@ struct Consumer {
         warpgroup_fence_operand(w);
         if constexpr (DIRECTIONS == 1) release(shared.k_empty, stage.index);
 
+        if constexpr (SCORE_MOD) apply_score_mod(s, w, key_tile * BLOCK_K);
         const bool had_no_key[2] = {rows.max[0] == -infinity(), rows.max[1] == -infinity()};
         if (is_masked) apply_mask(s, mask, tile.q_start + lane_row, key_tile * BLOCK_K);
         online_softmax<true>(s, rows, scale_log2, rescale);
@@ -237,6 +246,19 @@ struct Consumer {
         warpgroup_fence_operand(acc_dot[0]);
         if constexpr (DIRECTIONS == 2) iterate_second(stage.index, s, w, had_no_key, rescale);
         release(shared.v_empty, stage.index);
+    }
+
+    // S and W become f of the scores, and its tangent.
+    __device__ __forceinline__ void apply_score_mod(Scores& s, Scores& w, int k_start) const {
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i) {
+            const int query = tile.q_start + lane_row + i / 2 % 2 * 8;
+            const int key = k_start + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            const float x_dot = Q_DOT || K_DOT ? w[i] * score_mod.scale : 0.0f;
+            Derivatives<float> derivatives;
+            s[i] = score_mod.score(s[i], 0.0f, query, key, derivatives);
+            w[i] = tangent.of(score_mod, derivatives, x_dot, query, key);
+        }
     }
 
     // The same key tile in the second direction, from P.
@@ -385,6 +407,7 @@ __device__ __forceinline__ void consume(
     RowState rows = empty_rows();
     TangentState tangents[DIRECTIONS];
     Consumer consumer{args, shared, tile, acc, acc_dot, rows, tangents};
+    if constexpr (SCORE_MOD) consumer.score_mod.set_head(args, tile.batch, tile.head);
     const int first_row = tile.q_start + consumer.warpgroup * CONSUMER_ROWS;
     const KeyTiles visited = mask.key_tiles(first_row, CONSUMER_ROWS, BLOCK_K);
     const int end = first_row < mask.seqlen_q ? visited.num_visited : 0;
