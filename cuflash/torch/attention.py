@@ -14,7 +14,13 @@ from cuflash.errors import UnsupportedError
 from cuflash.request import checks
 from cuflash.request.options import ARRAYS, DIFFERENTIABLE, FORWARD, TRACED
 
-from . import autocast, functions, random, transforms
+from . import (
+    autocast,
+    compiled_functions,
+    functions,
+    random,
+    transforms,
+)
 from .checks import check_tensors, have_tangents
 from .functions import Functions
 from .gradients import Attention
@@ -136,12 +142,15 @@ def attention(
     >>> out.shape
     torch.Size([2, 16, 4, 8])
     """
-    given = own = None
+    given = own = program = None
     arrays: dict[str, Any] = {}
     if options or positional:
         numbers, arrays = split_options(_NAME, options, positional)
         if not TRACED.isdisjoint(numbers):
-            own = functions.taken(numbers, arrays, q)
+            if torch.compiler.is_compiling():
+                program = compiled_functions.taken(numbers, arrays)
+            else:
+                own = functions.taken(numbers, arrays, q)
         given = numbers | arrays
         if own is not None:
             arrays |= own.arrays
@@ -169,7 +178,7 @@ def attention(
         with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given, own)
     if compiling or (not transformed and is_traced(q, k, v)):
         return by_operator(
-            q, k, v, return_lse, given,
+            q, k, v, return_lse, given, program,
             scale=scale, causal=causal, block_q=block_q, block_k=block_k,
             precision=precision, num_splits=num_splits,
             deterministic=deterministic,

@@ -17,6 +17,7 @@ from cuflash.torch import (  # noqa: E402
 )
 from cuflash.torch.dtypes import from_numpy  # noqa: E402
 from helpers import emulated_torch  # noqa: E402
+from helpers.compare import assert_allclose  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [pytest.mark.slow, needs_compiler]
@@ -56,8 +57,8 @@ def test_as_numpy_arrays():
             **given, return_dmod=("table",),
         )  # fmt: skip
     assert_equal([out.detach()], [expected])
-    # Atomic additions, in the order of the emulator's blocks.
-    assert torch.allclose(gradient, from_numpy(dmod["table"]), atol=1e-5)
+    # Both add in the order of the emulator's blocks.
+    assert_equal([gradient], [from_numpy(dmod["table"])])
 
 
 def test_calls_with_one_block_mask_find_its_tiles_once():
@@ -77,7 +78,9 @@ def test_calls_with_one_block_mask_find_its_tiles_once():
             scores = query @ key.mT / 4
             hidden = ids[:, None] != ids
             weights = scores.masked_fill(hidden, -float("inf")).softmax(-1)
-            assert torch.allclose(got, weights @ value, atol=1e-5)
+            expected = (weights @ value).numpy()
+            # float32 sums of 2^6 terms of size 2^2.
+            assert_allclose(got.numpy(), expected, "out", atol=2.0**-16)
             if step == 1:
                 ids[40:] = 7
     assert flags == [True, False, True, False]

@@ -120,9 +120,13 @@ PLACES = {
     "torch/derivatives": ("linear in it", "dropout"),
     "torch/block_mask": ("theirs", "mask_mod"),
     "torch/flex": ("theirs", "mask_mod score_mod"),
-    "torch/functions": (
-        "records the two roles", "mask_mod mod_arrays score_mod",
+    "torch/compiled_functions": (
+        "finds the two roles", "mask_mod mod_arrays score_mod",
     ),
+    "torch/functions": (
+        "finds the two roles", "mask_mod mod_arrays score_mod",
+    ),
+    "torch/recording": ("the two roles", "mask_mod score_mod"),
     "torch/kvcache": ("packs queries alone", "cu_seqlens_q"),
     "torch/kvcache_ops": ("the schema", "cu_seqlens_q window"),
     "torch/masks": ("of models", "window"),
