@@ -142,7 +142,8 @@ def attention(
     >>> out.shape
     torch.Size([2, 16, 4, 8])
     """
-    given = own = program = None
+    given = own = None
+    program: Any = None
     arrays: dict[str, Any] = {}
     if options or positional:
         numbers, arrays = split_options(_NAME, options, positional)
@@ -177,6 +178,8 @@ def attention(
     if (given or not compiling) and not transformed:
         with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given, own)
     if compiling or (not transformed and is_traced(q, k, v)):
+        if own is not None:
+            program = own.as_program()
         return by_operator(
             q, k, v, return_lse, given, program,
             scale=scale, causal=causal, block_q=block_q, block_k=block_k,

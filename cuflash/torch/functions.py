@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cuflash.errors import ValueRangeError
+from cuflash.expressions.serial import dumps
 from cuflash.request import traced
 from cuflash.request.kept import Kept
 
@@ -46,6 +47,11 @@ class Functions(NamedTuple):
         values = self.numbers.values()
         read = traced.of_slots(arrays, self.numbers, [*values])
         return {**dict(self.graphs.roots), **read}
+
+    def as_program(self) -> tuple[Any, ...]:
+        """What an operator takes of them."""
+        values = [*self.numbers.values()]
+        return [*self.arrays.values()], values, dumps(self.graphs.roots)
 
 
 class Snapshot:

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch")
 
 from flex_cases import causal, inputs  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from cuflash.errors import (  # noqa: E402
     CuflashError,
@@ -181,6 +182,25 @@ def test_vmap(dims):
         one = QKV[0] if dims[0] is None else (1 + n) * QKV[0]
         other = biases[n if dims[1] == 0 else 0]
         assert_near(got[n], call(one, other))
+
+
+def test_under_a_dispatch_mode():
+    """By an operator, which the mode sees."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    bias = bias_of(4).requires_grad_()
+    with Mode():
+        out = attention(*QKV, score_mod=bent(bias), mask_mod=causal)
+        (got,) = torch.autograd.grad(out.square().sum(), bias)
+    plain = attention(*QKV, score_mod=bent(bias), mask_mod=causal)
+    assert_near(out, plain)
+    assert_near(got, torch.autograd.grad(plain.square().sum(), bias)[0])
+    assert any("function_attention_backward" in x for x in seen)
 
 
 TABLE = torch.zeros(4, 8)
