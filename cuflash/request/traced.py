@@ -8,7 +8,6 @@ names. Numbers travel as values, which differ from call to call.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import numbers
 import struct
@@ -346,24 +345,34 @@ def _as_numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
 
 
-def gradients_of(read: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The option that asks for the gradients of arrays, and its value.
+def gradients_of(
+    read: Sequence[str], argument: str = "return_dmod"
+) -> tuple[str, tuple[str, ...]]:
+    """The argument that asks for the gradients of arrays, and its value.
 
     Parameters
     ----------
     read : sequence of str
         By the names of `named`.
+    argument : str
     """
-    return "return_dmod", tuple(map(name_of, read))
+    return argument, tuple(map(name_of, read))
 
 
-def by_slots(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arrays, those of `mod_arrays` by slot, from those of `named`.
+def by_slots(
+    arrays: Mapping[str, Any], order: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """Arrays by name, those of `mod_arrays` by slot, from those of `named`.
 
-    They are in the order of slots.
+    Parameters
+    ----------
+    arrays : mapping
+    order : iterable of str, optional
+        A call's arrays, in the order of slots; by default these.
     """
-    slots = map(slot, itertools.count())
-    return {next(slots) if is_named(x) else x: y for x, y in arrays.items()}
+    names = filter(is_slot, arrays if order is None else order)
+    slots = {x: slot(i) for i, x in enumerate(names)}
+    return {slots.get(x, x): y for x, y in arrays.items()}
 
 
 def of_slots(

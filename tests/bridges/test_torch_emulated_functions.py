@@ -61,6 +61,37 @@ def test_as_numpy_arrays():
     assert_equal([gradient], [from_numpy(dmod["table"])])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of forward mode
+def test_derivatives_as_on_the_cpu():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, moved = torch.randn(4, 1, 20, 2, 16, generator=generator)
+    table = TABLE.clone().requires_grad_()
+
+    def call(q, table):
+        def score(s, b, h, i, j):
+            return torch.tanh(s) * table[h, i - j + SEQLEN]
+
+        return attention(q, k, v, score_mod=score)
+
+    def results():
+        given, towards = (q, table.detach()), (moved, TABLE.flip(1))
+        _, tangent = torch.func.jvp(call, given, towards)
+        (first,) = torch.autograd.grad(
+            call(q, table).square().sum(), table, create_graph=True
+        )
+        return tangent, *torch.autograd.grad(first.square().sum(), table)
+
+    expected = results()
+    with emulated_torch.active("sm_80") as device:
+        got = results()
+    words = " ".join(x for x, _ in device.launches)
+    assert "jvp" in words and "double_backward" in words
+    for x, y in zip(got, expected, strict=True):
+        # float32 sums of 2^9 terms: 2^-24 of 2^9 of the largest.
+        atol = 2.0**-15 * float(y.abs().max())
+        assert_allclose(x.numpy(), y.numpy(), "result", atol=atol)
+
+
 def test_calls_with_one_block_mask_find_its_tiles_once():
     """Until what it reads has changed."""
     ids = IDS.clone()

@@ -11,7 +11,6 @@ from cuflash.errors import (  # noqa: E402
     CuflashError,
     ExpressionError,
     ShapeError,
-    UnsupportedError,
     ValueRangeError,
 )
 from cuflash.expressions import trace  # noqa: E402
@@ -249,9 +248,27 @@ def test_block_masks_of_other_sizes_and_of_other_things():
         flex_attention(query, key, value, block_mask=causal)
 
 
-def test_second_derivatives_are_refused():
-    q = QKV[0].clone().requires_grad_()
-    out = attention(q, *QKV[1:], score_mod=bent(bias_of(4)))
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(UnsupportedError, match="expected reverse mode once"):
-        dq.sum().backward()
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of forward mode
+def test_derivatives_of_derivatives():
+    """In forward mode, and gradients of gradients."""
+    q, k, v = (x[:1, :3, :, :2].double() for x in QKV)
+    bias = bias_of(4).double()
+
+    def call(q, bias):
+        def score(s, b, h, i, j):
+            return torch.tanh(s) * bias[h, (i + j) % 2] + bias[h, j % 2] ** 2
+
+        return attention(q, k, v, score_mod=score, mask_mod=causal)
+
+    given = [x.clone().requires_grad_() for x in (q, bias)]
+    assert torch.autograd.gradgradcheck(call, given)
+    assert torch.autograd.gradcheck(
+        call, given, check_forward_ad=True, check_backward_ad=False
+    )
+    directions = torch.stack([bias, bias.flip(0)])
+    got = torch.func.vmap(
+        lambda x: torch.func.jvp(lambda y: call(q, y), (bias,), (x,))[1]
+    )(directions)
+    for x, direction in zip(got, directions, strict=True):
+        other = torch.func.jvp(lambda y: call(q, y), (bias,), (direction,))
+        assert_near(x, other[1])
