@@ -58,6 +58,9 @@ def taken(
         size, hidden = hidden.size, hidden.mask_mod
     else:
         size = None
+    for function in (score, hidden):
+        if not _has_closure(function):
+            torch._dynamo.graph_break(msg=_MADE_INSIDE)
     kinds = tuple([(n, x.dtype, x.ndim) for n, x in own.items()])
     values = tuple([(n, type(x)) for n, x in numbers.items()])
     text, places, constants = _found(score, hidden, size, kinds, values)
@@ -71,6 +74,24 @@ def taken(
         x = _follow(function, path)
         found.append(x.reshape(1) if x.ndim == 0 else x)
     return Program(found, list(numbers.values()), text)
+
+
+_MADE_INSIDE = (
+    "a score_mod or mask_mod that closes over something is made in the"
+    " function that is compiled, where its tensors cannot be found: make it"
+    " outside, or pass them by mod_arrays and name them among its arguments"
+)
+
+
+def _has_closure(function: Any) -> bool:
+    """Whether Dynamo tells what a function closes over, if it does."""
+    code = getattr(function, "__code__", None)
+    if code is None or not code.co_freevars:
+        return True
+    try:  # hasattr() is True
+        return function.__closure__ is not None
+    except AttributeError:
+        return False
 
 
 class Blocks(NamedTuple):

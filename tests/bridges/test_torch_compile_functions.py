@@ -85,6 +85,21 @@ def test_other_numbers_and_tensors_of_a_closure():
             TABLE.neg_()
 
 
+def test_a_function_made_inside():
+    """A break in the graph; with fullgraph an error that says what to do."""
+
+    def call(query, key, value, gain):
+        score = lambda s, b, h, i, j: s * gain[h]  # noqa: E731
+        return flex_attention(query, key, value, score) * 2
+
+    given = (*(x.detach() for x in QKV), torch.ones(HEADS) / 2)
+    with pytest.raises(Exception, match="make it outside, or pass them by"):
+        compiled(call)(*given)
+    torch._dynamo.reset()
+    broken = torch.compile(call, backend="aot_eager")
+    assert_equal([broken(*given)], [call(*given)])
+
+
 def test_a_tensor_that_no_path_leads_to():
     hidden = {1: torch.zeros(HEADS)}
 
