@@ -83,9 +83,10 @@ def attention(
 ) -> torch.Tensor | Results:
     """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
 
-    Differentiable twice in `q`, `k`, `v`, `bias` and `sink`, of `out` and of
-    `lse`, in reverse and forward mode and by torch.func. The derivatives are
-    those of `cuflash.backward`, `jvp` and `double_backward`.
+    Differentiable twice in `q`, `k`, `v`, `bias`, `sink` and what `score_mod`
+    reads, of `out` and of `lse`, in reverse and forward mode and by
+    torch.func. The derivatives are those of `cuflash.backward`, `jvp` and
+    `double_backward`.
 
     Parameters
     ----------
@@ -98,7 +99,8 @@ def attention(
     k, v : Tensor, (batch, seqlen_k, num_heads_kv, head_dim)
         With as many axes as `q`. `v` may have another head dimension.
     scale, causal, block_q, block_k, precision, num_splits, **options
-        As for `cuflash.forward`, with tensors for arrays. Without `seed`, one
+        As for `cuflash.forward`, with tensors for arrays. `score_mod` and
+        `mask_mod` may read tensors from outside, too. Without `seed`, one
         for dropout is drawn from torch's generator of the CPU, which
         `torch.manual_seed` seeds.
     return_lse : bool, optional
