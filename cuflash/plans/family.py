@@ -195,16 +195,13 @@ def _family_of(
 def _wide_family(
     problem: Problem, device: Device, wanted: FamilyName | None
 ) -> FamilyName:
-    """Few tiles fit: but for sm90, a family runs both directions or none.
-
-    Of 16-bit types only these: derivatives need too many registers.
-    """
+    """Few tiles fit: but for sm90, a family runs both directions or none."""
     has_16_bits = _has_sixteen_bits(problem)
     by_wgmma = any(x.runs(problem, device) for x in _WIDE_PLANNERS)
     if has_16_bits and by_wgmma and wanted != "sm80":
         return "sm90"
     family: FamilyName = "sm80" if has_16_bits else "fma"
-    if family == "sm80" and problem.direction not in ("forward", "backward"):
+    if family == "sm80" and _is_readout(problem):
         return "simt"
     runs = _sm80_runs if family == "sm80" else _fma_runs
     both = (
@@ -212,6 +209,10 @@ def _wide_family(
         for direction in ("forward", "backward")
     )
     return family if all(runs(x, device) for x in (*both, problem)) else "simt"
+
+
+def _is_readout(problem: Problem) -> bool:
+    return problem.direction in (*READOUTS, *READOUT_GRADIENTS)
 
 
 def _has_sixteen_bits(problem: Problem) -> bool:

@@ -182,7 +182,7 @@ def test_derivatives_of_float32_fall_back_to_simt(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 def test_derivatives_of_sixteen_bits_use_tensor_cores(arch, dtype):
-    """jvp up to head_dim_v 192; double_backward as shared memory allows."""
+    """jvp always; double_backward as shared memory allows."""
     device = device_of_arch(arch)
     small = device.shared_bytes < 2**17
     for direction in ("jvp", "double_backward"):
@@ -196,7 +196,7 @@ def test_derivatives_of_sixteen_bits_use_tensor_cores(arch, dtype):
             sizes = replace(problem, block_q=16, block_k=8)
             assert plan(sizes, device).family == "simt"
     wide = small_problem("jvp", dtype, 256)
-    assert plan(wide, device).family == "simt"
+    assert plan(wide, device).family == "sm80"
     wide = small_problem("double_backward", dtype, 256)
     assert plan(wide, device).family == ("simt" if small else "sm80")
 
@@ -222,11 +222,17 @@ def test_families_of_wide_heads(direction, dtype, family, arch, wanted):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("direction", DERIVATIVES)
-def test_derivatives_of_wide_heads_are_plain(direction, dtype):
-    for d, dv in WIDE:
-        problem = small_problem(direction, dtype, d, head_dim_v=dv)
-        assert plan(problem, device_of_arch("sm_80")).family == "simt"
+@pytest.mark.parametrize(
+    ("arch", "widest"),
+    [("sm_80", (512, 512)), ("sm_86", (448, 384)), ("sm_90a", (512, 512))],
+)
+def test_derivatives_of_wide_heads(dtype, arch, widest):
+    """By mma.sync as far as shared memory allows, else on CUDA cores."""
+    for direction, most in zip(DERIVATIVES, widest, strict=True):
+        for d in (257, 320, 384, 448, 512):
+            found = plan(small_problem(direction, dtype, d),
+                         device_of_arch(arch)).family  # fmt: skip
+            assert found == ("sm80" if d <= most else "simt")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
