@@ -190,6 +190,13 @@ def _simt() -> Iterator[Tile]:
         yield Tile(q, k, num_warps=4)
 
 
+def _float64_forward() -> Iterator[Tile]:
+    keys, warps = (64, 32, 16), (8, 4, 2, 1)
+    yield from _rows((128, 64, 32), keys, warps)
+    yield from _rows((32,), (8,), (8, 4))  # wide heads
+    yield from _rows((16,), keys, warps)
+
+
 def _float64_double_backward() -> Iterator[Tile]:
     yield from _mma8_double_backward()
     # Half of the warps compute scores, half gradients.
@@ -263,7 +270,7 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ),
     ("fma", "backward"): _fma_gradients,
     ("fma", "double_backward"): _fma_gradients,
-    ("mma8_float64", "forward"): partial(_mma8_rows, (8, 4, 2, 1)),
+    ("mma8_float64", "forward"): _float64_forward,
     ("mma8_float64", "jvp"): partial(_mma8_rows, (8, 4, 2, 1)),
     ("mma8_float64", "backward"): partial(
         _gradients, (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)
