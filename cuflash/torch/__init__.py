@@ -28,23 +28,31 @@ except ImportError as error:
 from . import fakes as _fakes  # noqa: F401  registers fake kernels
 from . import op_gradients as _op_gradients  # noqa: F401  and gradients
 from .attention import attention
+from .block_mask import BlockMask, create_block_mask
+from .flex import flex_attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
 from .merging import merge_states
+from .pair_bias import attention_pair_bias, triangle_attention
 from .readouts import entropy, weight_sums, weights
 from .registration import register_transformers
 from .rotary import apply_rotary
 from .sdpa import scaled_dot_product_attention
 
 __all__ = [
+    "BlockMask",
     "apply_rotary",
     "attention",
+    "attention_pair_bias",
+    "create_block_mask",
     "distributed_attention",
     "entropy",
+    "flex_attention",
     "forward_kvcache",
     "merge_states",
     "register_transformers",
     "scaled_dot_product_attention",
+    "triangle_attention",
     "weight_sums",
     "weights",
 ]
