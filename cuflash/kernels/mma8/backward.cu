@@ -40,25 +40,8 @@
 #include "mma8/backward_gradients.cuh"
 #include "mma8/backward_scores.cuh"
 
-// Computes dP and S of a query tile, once dO and then Q have arrived; they become dS and P. The
-// flags, the same in all threads: whether dO, or Q, of a partly masked tile contains a NaN or an
-// infinity.
-template <bool MASKED>
-__device__ __forceinline__ void compute_scores(
-    SharedPlan& shared, const ScoreTile& score_tile, Element scale, Scores& s, Scores& ds,
-    bool& dout_nonfinite, bool& q_nonfinite) {
-    cp_async_wait<1>();                                     // dO; in the first iteration, K and V
-    if constexpr (MASKED) dout_nonfinite = __syncthreads_or(loaded_nonfinite(shared.dout));
-    else __syncthreads();
-    gemm_abt(ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
-    cp_async_wait<0>();                                     // Q
-    if constexpr (MASKED) q_nonfinite = __syncthreads_or(loaded_nonfinite(shared.q));
-    else __syncthreads();
-    gemm_abt(s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
-    compute_p_and_ds<MASKED>(s, ds, shared, score_tile, scale);
-}
-
-// The same where dO takes Q's place, which has arrived or is on its way.
+// Computes dP and S of a query tile where dO takes Q's place; they become dS and P. The flags, the
+// same in all threads: whether dO, or Q, of a partly masked tile contains a NaN or an infinity.
 template <bool MASKED, class Loader>
 __device__ __forceinline__ void compute_scores_in_turn(
     SharedPlan& shared, const Loader& loader, int head, int tile, const ScoreTile& score_tile,
@@ -82,6 +65,32 @@ __device__ __forceinline__ void compute_scores_in_turn(
     __syncthreads();                                        // dP's parts are written
     shared.add_parts(group, ds);
     compute_p_and_ds<MASKED>(s, ds, shared, score_tile, scale);
+}
+
+// The same where each has its place, once dO and then Q have arrived.
+template <bool MASKED, class Loader>
+__device__ __forceinline__ void compute_scores(
+    SharedPlan& shared, const Loader& loader, int head, int tile, const ScoreTile& score_tile,
+    Element scale, Scores& s, Scores& ds, bool& dout_nonfinite, bool& q_nonfinite) {
+    if constexpr (LOADS_IN_TURN)
+        return compute_scores_in_turn<MASKED>(
+            shared, loader, head, tile, score_tile, scale, s, ds, dout_nonfinite, q_nonfinite);
+    cp_async_wait<1>();                                     // dO; in the first iteration, K and V
+    if constexpr (MASKED) dout_nonfinite = __syncthreads_or(loaded_nonfinite(shared.dout));
+    else __syncthreads();
+    gemm_abt(ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
+    cp_async_wait<0>();                                     // Q
+    if constexpr (MASKED) q_nonfinite = __syncthreads_or(loaded_nonfinite(shared.q));
+    else __syncthreads();
+    gemm_abt(s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
+    compute_p_and_ds<MASKED>(s, ds, shared, score_tile, scale);
+}
+
+// Q is there again, if it loads twice.
+__device__ __forceinline__ void wait_for_q_again() {
+    if constexpr (!LOADS_IN_TURN) return;
+    cp_async_wait<0>();
+    __syncthreads();
 }
 
 // dQ = dS K of query tile q_tile, added to dQ.
@@ -118,7 +127,6 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     score_tile.set_group(coord.head * group_size);
     const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
-    const int num_keys = shape.seqlen_k - score_tile.k_start;
     const QueryLoader<SharedPlan> loader{shared, args, arrays, shape, coord, end_head};
 
     KeyGrid::Sums dk;
@@ -138,12 +146,8 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
 
         bool dout_nonfinite = false, q_nonfinite = false;
         Scores s, ds;                                       // S, then P; dP, then dS
-        if constexpr (LOADS_IN_TURN)
-            compute_scores_in_turn<MASKED>(shared, loader, head, tile, score_tile, scale, s, ds,
-                                           dout_nonfinite, q_nonfinite);
-        else
-            compute_scores<MASKED>(
-                shared, score_tile, scale, s, ds, dout_nonfinite, q_nonfinite);
+        compute_scores<MASKED>(shared, loader, head, tile, score_tile, scale, s, ds,
+                               dout_nonfinite, q_nonfinite);
 
         write_weights(shared, s);
         __syncthreads();                                    // P is written
@@ -157,10 +161,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
         __syncthreads();                                    // dS is written
         add_dq<MASKED>(
             dq_semaphore, shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
-        if constexpr (LOADS_IN_TURN) {
-            cp_async_wait<0>();
-            __syncthreads();                                // Q is there again
-        }
+        wait_for_q_again();
         gradient_gemm<KeyGrid, true, MASKED>(dk, shared, shared.q, score_tile, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
         dq_semaphore.release();
@@ -168,7 +169,7 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     };
 
     if (order.has(order.first)) {
-        load_keys(shared, arrays, coord, score_tile.k_start, num_keys);
+        load_keys(shared, arrays, coord, score_tile.k_start, shape.seqlen_k - score_tile.k_start);
         if constexpr (!LOADS_IN_TURN) loader.load_dout(first_head, order.first);
         loader.load_q(first_head, order.first);
         cp_async_wait<LOADS_IN_TURN ? 0 : 1>();

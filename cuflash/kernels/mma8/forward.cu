@@ -134,6 +134,24 @@ __device__ __forceinline__ void apply_score_mod_and_mask(
             }
 }
 
+// S of a tile, modified and masked. With parts, add_scores() does that, after a barrier.
+template <bool MASKED>
+__device__ __forceinline__ void compute_scores(
+    Scores& s, SharedPlan& shared, int warp_row, const ScoreMod<Element>& score_mod,
+    const LaneVisibility& visible) {
+    gemm_abt<SCORE_PARTS>(s, shared.q, warp_row, shared.k, 0, warp_part());
+    if constexpr (SCORE_PARTS > 1) shared.store_part(warp_part(), warp_down(), s);
+    else apply_score_mod_and_mask<MASKED>(s, score_mod, visible);
+}
+template <bool MASKED>
+__device__ __forceinline__ void add_scores(
+    Scores& s, const SharedPlan& shared, const ScoreMod<Element>& score_mod,
+    const LaneVisibility& visible) {
+    if constexpr (SCORE_PARTS == 1) return;
+    shared.add_parts(warp_down(), s);
+    apply_score_mod_and_mask<MASKED>(s, score_mod, visible);
+}
+
 // O = acc / l and lse = m + log(l); 0 and -inf for rows without a visible key. A sink takes part
 // in l.
 __device__ __forceinline__ void store(
@@ -239,19 +257,14 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         __syncthreads();
         loader.load_v(tile);
-        gemm_abt<SCORE_PARTS>(s, shared.q, warp_row, shared.k, 0, warp_part());
-        if constexpr (SCORE_PARTS > 1) shared.store_part(warp_part(), warp_down(), s);
-        else apply_score_mod_and_mask<MASKED>(s, options.score_mod, visible);
+        compute_scores<MASKED>(s, shared, warp_row, options.score_mod, visible);
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite(shared.v));
         else __syncthreads();
         next = before(tile);
         if (next >= tiles.first) loader.load_k(next);
-        if constexpr (SCORE_PARTS > 1) {
-            shared.add_parts(warp_down(), s);
-            apply_score_mod_and_mask<MASKED>(s, options.score_mod, visible);
-        }
+        add_scores<MASKED>(s, shared, options.score_mod, visible);
         softmax_step(s, rows, acc);
         if constexpr (DROPOUT)
             apply_dropout(s, options.dropout, first_query, k_start + threadIdx.x % 4 * 2);

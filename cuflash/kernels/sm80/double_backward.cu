@@ -173,6 +173,23 @@ __device__ __forceinline__ void add_d2k(
             d2k, shared.ds, shared.q_dot[stage], row, column, score_tile, nonfinite);
 }
 
+// The same between two barriers, of which the first frees dO, the second Q: `next` loads to their
+// places, if there is one.
+template <bool MASKED>
+__device__ __forceinline__ void add_d2k_and_load(
+    KeyGrid::Fragments& d2k, SharedPlan& shared, const Arguments& args, int batch,
+    const ScoreTile& score_tile, bool nonfinite, QueryWalk::Place next, bool has_next) {
+    __syncthreads();
+    if (has_next) {
+        load_dout(shared, args, batch, next, 0);
+        load_statistics(shared, args, batch, next, 0);
+    }
+    add_d2k<MASKED>(d2k, shared, 0, score_tile, nonfinite);
+    __syncthreads();
+    if (has_next) load_q(shared, args, batch, next, 0);
+    cp_async_commit();
+}
+
 // d2K and d2V leave through the tiles of K and V, once no warp reads those any more.
 __device__ __forceinline__ void store_gradients(
     SharedPlan& shared, const BackwardArguments& arrays, TileCoord coord, KeyGrid::Fragments& d2k,
@@ -239,17 +256,9 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
         add_product<false, BLOCK_Q, MASKED>(
             d2v, shared.p_dot, shared.dout[stage], ValueGrid::first_row(),
             ValueGrid::first_column(), score_tile, nonfinite);
-        if constexpr (LOADS_IN_TURN) {
-            __syncthreads();
-            if (walk.has(next)) {
-                load_dout(shared, args, coord.batch, next, 0);
-                load_statistics(shared, args, coord.batch, next, 0);
-            }
-            add_d2k<MASKED>(d2k, shared, 0, score_tile, nonfinite);
-            __syncthreads();
-            if (walk.has(next)) load_q(shared, args, coord.batch, next, 0);
-            cp_async_commit();
-        }
+        if constexpr (LOADS_IN_TURN)
+            add_d2k_and_load<MASKED>(d2k, shared, args, coord.batch, score_tile, nonfinite, next,
+                                     walk.has(next));
         add_d2q<MASKED>(dq_semaphore, shared, arrays, score_tile, coord, at.head, at.tile,
                         num_q_tiles, k_nonfinite);
         if constexpr (!LOADS_IN_TURN) add_d2k<MASKED>(d2k, shared, stage, score_tile, nonfinite);

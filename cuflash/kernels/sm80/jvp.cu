@@ -133,27 +133,35 @@ __device__ __forceinline__ void add_all_nonfinite_terms(
     }
 }
 
-// The warp's parts of S and of each W, to shared memory, and their sums.
-__device__ __forceinline__ void store_parts(
-    const SharedPlan& shared, const Scores& s, const ScoreTangents& w) {
-    shared.store_part(0, s);
-    #pragma unroll
-    for (int n = 0; n < DIRECTIONS; ++n) shared.store_part(1 + n, w[n]);
-}
-__device__ __forceinline__ void add_parts(
-    const SharedPlan& shared, Scores& s, ScoreTangents& w) {
-    shared.add_parts(0, s);
-    #pragma unroll
-    for (int n = 0; n < DIRECTIONS; ++n) shared.add_parts(1 + n, w[n]);
-}
-
 // From Q K^T and its tangents to S and W of a tile.
 template <bool MASKED>
-__device__ __forceinline__ void finish_scores(
+__device__ __forceinline__ void modify_and_mask(
     Scores& s, ScoreTangents& w, const QueryTile& query_tile,
     const BiasTangent<float>& bias_tangent, int k_start) {
     scores_and_tangents(s, w, query_tile, bias_tangent, k_start);
     if constexpr (MASKED) apply_mask(s, w, query_tile, k_start);
+}
+
+// The same, before a barrier and after it: with parts the first publishes the warp's.
+template <bool MASKED>
+__device__ __forceinline__ void finish_scores(
+    const SharedPlan& shared, Scores& s, ScoreTangents& w, const QueryTile& query_tile,
+    const BiasTangent<float>& bias_tangent, int k_start) {
+    if constexpr (SCORE_PARTS == 1)
+        return modify_and_mask<MASKED>(s, w, query_tile, bias_tangent, k_start);
+    shared.store_part(0, s);
+    #pragma unroll
+    for (int n = 0; n < DIRECTIONS; ++n) shared.store_part(1 + n, w[n]);
+}
+template <bool MASKED>
+__device__ __forceinline__ void add_parts(
+    const SharedPlan& shared, Scores& s, ScoreTangents& w, const QueryTile& query_tile,
+    const BiasTangent<float>& bias_tangent, int k_start) {
+    if constexpr (SCORE_PARTS == 1) return;
+    shared.add_parts(0, s);
+    #pragma unroll
+    for (int n = 0; n < DIRECTIONS; ++n) shared.add_parts(1 + n, w[n]);
+    modify_and_mask<MASKED>(s, w, query_tile, bias_tangent, k_start);
 }
 
 __device__ __forceinline__ void finish(
@@ -218,18 +226,14 @@ jvp_sm80(const __grid_constant__ Arguments call_args) {
         loader.load_v<MASKED>(tile);
         score_gemms<Q_BYTES, K_BYTES>(
             s, w, q_smem, q_dot_smem, loader.k_smem, loader.k_dot_smem);
-        if constexpr (SCORE_PARTS > 1) store_parts(shared, s, w);
-        else finish_scores<MASKED>(s, w, query_tile, bias_tangent, k_start);
+        finish_scores<MASKED>(shared, s, w, query_tile, bias_tangent, k_start);
         cp_async_wait<0>();
         bool nonfinite = false;                             // in V, V', the same in all threads
         if constexpr (MASKED) nonfinite = __syncthreads_or(loader.nonfinite());
         else __syncthreads();
         next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (next >= tiles.first) loader.load_k<false>(next);
-        if constexpr (SCORE_PARTS > 1) {
-            add_parts(shared, s, w);
-            finish_scores<MASKED>(s, w, query_tile, bias_tangent, k_start);
-        }
+        add_parts<MASKED>(shared, s, w, query_tile, bias_tangent, k_start);
         tangent_step(s, w, softmax, states, acc, acc_dot, query_tile.scale_log2);
         if constexpr (DROPOUT) apply_dropout(s, w, query_tile, k_start);
         if (MASKED && nonfinite) {
