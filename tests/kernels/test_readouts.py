@@ -1,6 +1,7 @@
 """weights, weight_sums, entropy and their gradients, by each family."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -38,9 +39,24 @@ SETS = {
     },
 }  # fmt: skip
 
-of_each_call = pytest.mark.parametrize("name", readouts.CALLS)
-of_each_gradient = pytest.mark.parametrize("name", readouts.GRADIENTS)
-of_each_set = pytest.mark.parametrize("options", SETS)
+OF_EACH = "all", "packed"
+OTHERS = [x for x in SETS if x not in OF_EACH]
+
+
+def in_turns(names):
+    """Each call of each kind: with `OF_EACH`, and one of `OTHERS` in turn.
+
+    What computes scores is the kind's, whatever is made of them.
+    """
+    numbered = product(enumerate(names), enumerate(KINDS))
+    return pytest.mark.parametrize(
+        ("name", "kind", "options"),
+        [
+            (name, kind, x)
+            for (i, name), (j, kind) in numbered
+            for x in (*OF_EACH, OTHERS[(i + j + 2) % len(OTHERS)])
+        ],
+    )
 
 
 def case_of(kind, options, **more):
@@ -61,17 +77,13 @@ def check_gradients(backend, case, name):
 
 
 @on_kernels
-@of_each_set
-@on_kinds
-@of_each_call
+@in_turns(readouts.CALLS)
 def test_is_that_of_the_matrix(backend, kind, name, options):
     check(backend, case_of(kind, options), name)
 
 
 @on_kernels
-@of_each_set
-@on_kinds
-@of_each_gradient
+@in_turns(readouts.GRADIENTS)
 def test_gradients_are_those_of_the_matrix(backend, kind, name, options):
     check_gradients(backend, case_of(kind, options), name)
 
