@@ -64,7 +64,7 @@ def test_every_plain_kernel_compiles(arch, dtype, head_dim):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     [("float32", 64), ("float32", 128), ("float32", 256), ("float64", 64),
@@ -109,7 +109,7 @@ def test_kernels_of_derivatives_compile(direction, dtype, arch):
         assert not report.warnings
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("direction", ["jvp", "double_backward"])
 def test_derivatives_of_float32_do_not_spill(arch, head_dim, direction):
