@@ -2,9 +2,10 @@
 // of pages as well as those of one array.
 //
 // Each tile of K or V is one cp.async group of each thread; it is published once the group is
-// complete, in order. Before the producer waits for a stage, it publishes all tiles of K and V but
-// the last LAG, which are under way: while the consumers work on the tile whose stage it waits for,
-// they have the next one.
+// complete, in the order in which the consumers use them: K of a key tile, V of the one before.
+// Before the producer waits for a stage of K, it publishes all but the last LAG of each, which are
+// under way: while the consumers compute the key tile whose stage it waits for, they have the next
+// one.
 #pragma once
 #include "decode/key_rows.cuh"
 #include "decode/sm90_shared.cuh"
@@ -19,10 +20,11 @@ class KeyProducer {
     const Arguments& args;
     SharedPlan& shared;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
-    PipelineState<KV_STAGES> next, oldest;                  // stages to load, and to publish
+    PipelineState<KV_STAGES> k, v;                          // stages to load
+    PipelineState<KV_STAGES> oldest_k, oldest_v;            // stages to publish
     int pending = 0;                                        // groups under way
-    bool oldest_is_v = false;
-    int oldest_tile = 0;
+    int published = 0, last = 0;                            // of the part's groups
+    int oldest_tile = 0;                                    // of V
 
 public:
     __device__ __forceinline__ KeyProducer(const Arguments& args, SharedPlan& shared)
@@ -35,35 +37,46 @@ public:
         const TileRange tiles = rows.unhidden(args, rows.key_tiles(mask, part));
         const Pages<Arguments> pages{args, part.sequence.number};
         const ForwardArguments& arrays = args.arrays;
-        const KeyRows k(args, arrays.k, arrays.k_stride, part.sequence, part.kv_head);
-        const KeyRows v(args, arrays.v, arrays.v_stride, part.sequence, part.kv_head);
+        const KeyRows k_rows(args, arrays.k, arrays.k_stride, part.sequence, part.kv_head);
+        const KeyRows v_rows(args, arrays.v, arrays.v_stride, part.sequence, part.kv_head);
         const auto is_masked = [&](int tile) { return rows.masks(mask, tile * BLOCK_K, BLOCK_K); };
+        if (tiles.first >= tiles.end) return;
         oldest_tile = tiles.first;
-        for (int tile = tiles.first; tile < tiles.end; ++tile, next.next()) {
-            const int first_key = tile * BLOCK_K, num_keys = part.sequence.seqlen_k - first_key;
-            int page_of[ROWS_OF_THREAD] = {};
-            if constexpr (PAGED)
-                #pragma unroll
-                for (int i = 0; i < ROWS_OF_THREAD; ++i) {
-                    const int row = thread / 8 + i * ROWS_AT_ONCE;
-                    page_of[i] = row < num_keys ? pages.of_key(first_key + row) : -1;
-                }
-            acquire<2 * LAG>(barrier_at(shared.k_empty, next.index), is_masked);
-            load<HEAD_DIM>(shared_address(&shared.k[next.index]), k, first_key, num_keys,
-                           arrays.shape.head_dim, page_of);
-            acquire<2 * LAG + 1>(barrier_at(shared.v_empty, next.index), is_masked);
-            load<HEAD_DIM_V>(shared_address(&shared.v[next.index]), v, first_key, num_keys,
-                             arrays.shape.head_dim_v, page_of);
+        published = 0;
+        last = 2 * (tiles.end - tiles.first) - 1;
+        int page_of_k[ROWS_OF_THREAD] = {}, page_of_v[ROWS_OF_THREAD];
+        for (int tile = tiles.first; tile <= tiles.end; ++tile) {
+            const int num_keys = part.sequence.seqlen_k - tile * BLOCK_K;
+            #pragma unroll
+            for (int i = 0; i < ROWS_OF_THREAD; ++i) page_of_v[i] = page_of_k[i];
+            if (tile < tiles.end) {
+                look_up_pages(page_of_k, pages, tile, num_keys);
+                while (pending > 2 * LAG) publish<2 * LAG>(is_masked);
+                mbarrier_wait(barrier_at(shared.k_empty, k.index), k.phase ^ 1);
+                load<HEAD_DIM>(shared_address(&shared.k[k.index]), k_rows, tile * BLOCK_K,
+                               num_keys, arrays.shape.head_dim, page_of_k);
+                k.next();
+            }
+            if (tile > tiles.first) {
+                mbarrier_wait(barrier_at(shared.v_empty, v.index), v.phase ^ 1);
+                load<HEAD_DIM_V>(shared_address(&shared.v[v.index]), v_rows, (tile - 1) * BLOCK_K,
+                                 num_keys + BLOCK_K, arrays.shape.head_dim_v, page_of_v);
+                v.next();
+            }
         }
         while (pending > 0) publish<0>(is_masked);
     }
 
 private:
-    // Waits until a stage's consumers have released it, with at most LEFT groups under way.
-    template <int LEFT, class IsMasked>
-    __device__ __forceinline__ void acquire(u32 empty, IsMasked is_masked) {
-        while (pending > LEFT) publish<LEFT>(is_masked);
-        mbarrier_wait(empty, next.phase ^ 1);
+    // The page of each of the thread's keys, -1 if it is invalid or past the last key.
+    static __device__ __forceinline__ void look_up_pages(
+        int (&page_of)[ROWS_OF_THREAD], const Pages<Arguments>& pages, int tile, int num_keys) {
+        if constexpr (PAGED)
+            #pragma unroll
+            for (int i = 0; i < ROWS_OF_THREAD; ++i) {
+                const int row = threadIdx.x / 8 + i * ROWS_AT_ONCE;
+                page_of[i] = row < num_keys ? pages.of_key(tile * BLOCK_K + row) : -1;
+            }
     }
 
     // Starts the copy of a tile. Keys past the last, on invalid pages, and columns past the head
@@ -107,22 +120,24 @@ private:
     __device__ __forceinline__ void publish(IsMasked is_masked) {
         cp_async_wait<LEFT>();
         --pending;
-        const int stage = oldest.index;
-        if (oldest_is_v && is_masked(oldest_tile)) {
-            const bool found = replace_nonfinite(shared_address(&shared.v[stage]));
+        const bool is_v = published > 0 && (published % 2 == 0 || published == last);
+        if (is_v && is_masked(oldest_tile)) {
+            const bool found = replace_nonfinite(shared_address(&shared.v[oldest_v.index]));
             const u32 of_warp = __ballot_sync(WHOLE_WARP, found);
-            if (lane == 0) shared.replaced[stage][warp] = of_warp;
+            if (lane == 0) shared.replaced[oldest_v.index][warp] = of_warp;
         }
         fence_async_proxy();
         __syncwarp();
         if (lane == 0)
-            mbarrier_arrive(oldest_is_v ? barrier_at(shared.v_full, stage)
-                                        : barrier_at(shared.k_full, stage));
-        if (oldest_is_v) {
-            oldest.next();
+            mbarrier_arrive(is_v ? barrier_at(shared.v_full, oldest_v.index)
+                                 : barrier_at(shared.k_full, oldest_k.index));
+        if (is_v) {
+            oldest_v.next();
             ++oldest_tile;
+        } else {
+            oldest_k.next();
         }
-        oldest_is_v = !oldest_is_v;
+        ++published;
     }
 
     // Replaces each NaN and infinity among this thread's chunks of V by 0: it must not reach rows
