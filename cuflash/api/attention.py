@@ -8,6 +8,7 @@ from cuflash.api import foreign_names
 from cuflash.api.arrays import GRADIENTS, OUT, check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
 from cuflash.api.reads import look_at_functions
+from cuflash.request import traced
 from cuflash.request.options import BACKWARD, FORWARD
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import attention as validate
@@ -149,7 +150,7 @@ def forward(
         Keys. `num_heads_q` is a multiple of `num_heads_kv`; query head h
         reads key head ``h // (num_heads_q // num_heads_kv)``.
     v : array, (batch, seqlen_k, num_heads_kv, head_dim_v)
-        Values. `head_dim` and `head_dim_v` are 1 to 512.
+        Values. `head_dim` is 1 to 576, `head_dim_v` 1 to 512.
     scale : float, optional
         Multiplies Q K^T; ``head_dim ** -0.5`` by default.
     causal : bool, optional
@@ -270,13 +271,14 @@ def forward(
         offsets that are checked are invalid, `out` is read-only or shares
         memory with an input, or the arrays are on several CUDA devices.
     UnsupportedError
-        If head_dim or head_dim_v is above 512, or above 256 and too large
-        for the GPU's shared memory (only float64 below sm_80); if another
-        size does not fit in 32 bits; if `precision` or `num_splits` does not
-        support the dtype or the head dimensions; if a bias, a mask or segment
-        ids are given with packed sequences; if an array is a masked array,
-        requires grad or belongs to another library on the CPU; if the GPU is
-        too old, or CuPy is not installed for CUDA arrays.
+        If head_dim is above 576 or head_dim_v above 512, or one is above 256
+        and too large for the GPU's shared memory (only float64 below sm_80);
+        if another size does not fit in 32 bits; if `precision` or
+        `num_splits` does not support the dtype or the head dimensions; if a
+        bias, a mask or segment ids are given with packed sequences; if an
+        array is a masked array, requires grad or belongs to another library
+        on the CPU; if the GPU is too old, or CuPy is not installed for CUDA
+        arrays.
     CompileError
         If a kernel does not compile, or NVRTC is not installed.
 
@@ -529,7 +531,7 @@ def backward(
     )
     check_offsets(call)
     look_at_functions(call, options.get("mask_mod"), asked, arrays)
-    wanted = sorted({*asked.get("return_dmod", ())})
+    wanted = traced.in_slots(asked.get("return_dmod", ()), arrays)
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     runner.finish()
     return (

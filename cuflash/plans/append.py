@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cuflash.request.options import acts
 from cuflash.request.problem import ALIGNMENT, Problem
 
 from .kernel import Constant, Launch
@@ -30,7 +29,7 @@ def append_launches(
     new_tokens = problem.batch * cache.seqlen_new
     if cache.packed_new:
         new_tokens = cache.total_q
-    rows = 2 * new_tokens * problem.num_heads_kv
+    rows = (1 if cache.latent else 2) * new_tokens * problem.num_heads_kv
     if rotary or cache.packed_queries:
         rows += cache.total_q * problem.num_heads_q
     if not rows:
@@ -43,7 +42,7 @@ def append_launches(
         ("Table", ELEMENTS.get(table, table)),
         ("HAS_NEW", cache.seqlen_new > 0),
         ("ROTARY", rotary is not None),
-        ("ORDERED", problem.causal or "tiles" in acts(problem)),
+        ("ORDERED", problem.causal or "window" in problem.options),
         arguments(problem, "decode"),
         *constants,
     )

@@ -34,16 +34,20 @@ struct Consumer {
         const RowTile rows(args, part);
         const LaneRows lane_rows(args, rows, warp_row);
         const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-        const TileRange tiles = rows.unhidden(args, rows.key_tiles(mask, part));
+        const auto user_mask = rows.user_mask(args);
+        const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(mask, part));
+        const auto is_masked = [&](int tile) {
+            return rows.masks(mask, user_mask, tile * BLOCK_K, BLOCK_K);
+        };
         load_queries(rows);
         #pragma unroll
         for (int i = 0; i < O_COUNT; ++i) acc[i] = 0.0f;
         m[0] = m[1] = -infinity();
         l[0] = l[1] = 0.0f;
         if (tiles.first < tiles.end) {
-            first_iteration(rows, lane_rows, mask, tiles.first, part);
+            first_iteration(lane_rows, mask, tiles.first, is_masked(tiles.first), part);
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile)
-                iteration(rows, lane_rows, mask, tile, part);
+                iteration(lane_rows, mask, tile, is_masked(tile), part);
             last_gemm_pv();
         }
         griddepcontrol_launch_dependents();                 // of finish/merge_parts.cu
@@ -65,8 +69,7 @@ private:
 
     template <class Mask>
     __device__ __forceinline__ void first_iteration(
-        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
-        const Part& part) {
+        const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked, const Part& part) {
         pipeline_wait(shared_address(&shared.k_full), k);
         scheduler_barrier_sync();
         warpgroup_fence_operand(s);
@@ -77,7 +80,7 @@ private:
         warpgroup_fence_operand(s);
         release(shared.k_empty, k);
         float factors[2];
-        const bool is_masked = compute_weights(rows, lane_rows, mask, tile, factors);
+        compute_weights(lane_rows, mask, tile, is_masked, factors);
         if (is_masked) add_replaced(lane_rows, mask, tile, part);
         v = k;
         k.next();
@@ -86,8 +89,7 @@ private:
 
     template <class Mask>
     __device__ __forceinline__ void iteration(
-        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
-        const Part& part) {
+        const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked, const Part& part) {
         pipeline_wait(shared_address(&shared.k_full), k);
         scheduler_barrier_sync();
         warpgroup_fence_operand(acc);
@@ -102,7 +104,7 @@ private:
         warpgroup_fence_operand(s);
         release(shared.k_empty, k);
         float factors[2];
-        const bool is_masked = compute_weights(rows, lane_rows, mask, tile, factors);
+        compute_weights(lane_rows, mask, tile, is_masked, factors);
         wgmma_wait<0>();
         warpgroup_fence_operand(acc);
         release(shared.v_empty, v);
@@ -141,16 +143,14 @@ private:
         if (lane == 0) mbarrier_arrive(barrier_at(empty, stage.index));
     }
 
-    // S becomes P, l is updated. factors: what acc is to be multiplied by. Returns whether the tile
-    // is partly masked.
+    // S becomes P, l is updated. factors: what acc is to be multiplied by.
     template <class Mask>
-    __device__ __forceinline__ bool compute_weights(
-        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
+    __device__ __forceinline__ void compute_weights(
+        const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked,
         float (&factors)[2]) {
         auto& scores = reinterpret_cast<float (&)[1][S_COUNT / 4][4]>(s);
         const int first_key = tile * BLOCK_K;
         if constexpr (!LINEAR) lane_rows.apply_score_mod(scores, mask, first_key);
-        const bool is_masked = rows.masks(mask, first_key, BLOCK_K);
         if (is_masked)
             lane_rows.apply_mask(scores, mask, first_key, [](int, int, int, bool) {});
         const ScaledExp2 exp{lane_rows.scale_log2};
@@ -161,7 +161,6 @@ private:
                                         [&](float factor) { factors[half] = factor; });
         weigh<S_COUNT>(exp, reference, l, [&](int n) -> float& { return s[n]; });
         if constexpr (DROPOUT) lane_rows.apply_dropout(scores, first_key);
-        return is_masked;
     }
     // The maximum of the lane's row of S.
     __device__ __forceinline__ float row_max(int half) const {
