@@ -66,6 +66,14 @@ def pays(problem: Problem, device: Device) -> bool:
     )
 
 
+def may_split(problem: Problem) -> bool:
+    """Whether a call has so many keys, and no tile of its own."""
+    return (
+        problem.block_q is problem.block_k is None
+        and problem.seqlen_k >= _FEWEST_KEYS
+    )
+
+
 def is_short(problem: Problem) -> bool:
     """Whether its queries do not fill the tiles of the other kernels."""
     return (
@@ -145,9 +153,7 @@ def resident_blocks(
     return max(min(by_registers, by_shared), 1)
 
 
-def _num_splits(
-    problem: Problem, tile: Tile, resident: int, key_warps: int
-) -> int:
+def num_splits(problem: Problem, tile: Tile, resident: int) -> int:
     """Into how many parts the keys of a row tile are cut.
 
     The blocks that run at once read at the same rate, so the time is the
@@ -164,7 +170,7 @@ def _num_splits(
         return waves * (ceil_div(tiles, splits) + 2), splits
 
     most = min(tiles, MAX_SPLITS)
-    fewest = ceil_div(problem.seqlen_k, LONGEST_RUN * key_warps)
+    fewest = ceil_div(problem.seqlen_k, LONGEST_RUN * tile.num_warps)
     return min(range(min(max(fewest, 1), most), most + 1), key=cost)
 
 
@@ -206,8 +212,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
     )  # fmt: skip
+    splits = num_splits(problem, tile, device.num_sms * blocks_per_sm)
     return split_plan(
-        problem, device, "decode", tile, main, blocks_per_sm, tile.num_warps
+        problem, device, "decode", tile, main, blocks_per_sm, splits
     )
 
 
@@ -218,11 +225,11 @@ def split_plan(
     tile: Tile,
     main: KernelPlan,
     blocks_per_sm: int,
-    key_warps: int,
+    splits: int,
 ) -> Plan:
     """Grid and workspace: see decode/parts.cuh.
 
-    key_warps : warps among which a part's keys are shared.
+    splits : parts of a row tile's keys, unless parts are balanced.
     """
     runs = row_tiles(problem, tile.block_q)
     resident = device.num_sms * blocks_per_sm
@@ -230,7 +237,6 @@ def split_plan(
         runs = splits = blocks = resident
         slots = 2 * blocks
     else:
-        splits = _num_splits(problem, tile, resident, key_warps)
         blocks = slots = runs * splits
     launches: tuple[Launch, ...] = (Launch(main, blocks),)
     buffers: tuple[Buffer, ...] = ()

@@ -159,8 +159,38 @@ private:
         for (int half = 0; half < 2; ++half)
             reference[half] = raise_max(exp, m[half], l[half], fmaxf(m[half], row_max(half)),
                                         [&](float factor) { factors[half] = factor; });
-        weigh<S_COUNT>(exp, reference, l, [&](int n) -> float& { return s[n]; });
+        weigh_row<0>(exp, reference[0]);
+        weigh_row<1>(exp, reference[1]);
         if constexpr (DROPOUT) lane_rows.apply_dropout(scores, first_key);
+    }
+    // One of the lane's rows of S becomes P, as weigh() makes it. With a reference that is not
+    // large, by fused multiply-adds: they do not round c S, while the reference is c m rounded,
+    // so all P of the row are too large by the same factor (excess).
+    template <int HALF>
+    __device__ __forceinline__ void weigh_row(const ScaledExp2& exp, float reference) {
+        float sum = 0.0f;
+        const auto for_each = [&](auto weight) {
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i) {
+                float& x = s[i / 2 * 4 + HALF * 2 + i % 2];
+                x = weight(x);
+                sum += x;
+            }
+        };
+        if (is_small(reference))
+            for_each([&](float x) { return exp2_approx(fmaf(x, exp.scale_log2, -reference)); });
+        else
+            for_each([&](float x) { return exp(x, reference); });
+        l[HALF] += sum;
+    }
+    // So small that the factor is at most 2^(2^-13).
+    static __device__ __forceinline__ bool is_small(float reference) {
+        return fabsf(reference) < 0x1p12f;
+    }
+    // The inverse of that factor, for a row's maximum.
+    static __device__ __forceinline__ float inverse_excess(float m, float scale_log2) {
+        const float reference = finite_reference(m, scale_log2);
+        return is_small(reference) ? exp2_approx(fmaf(-m, scale_log2, reference)) : 1.0f;
     }
     // The maximum of the lane's row of S.
     __device__ __forceinline__ float row_max(int half) const {
@@ -235,14 +265,16 @@ private:
 
     __device__ __forceinline__ void store(
         const Part& part, const RowTile& rows, const LaneRows& lane_rows) {
-        const float sums[2] = {quad_sum(l[0]), quad_sum(l[1])};
-        store_row<0>(part, rows, lane_rows.index(0, 0), sums[0]);
-        store_row<1>(part, rows, lane_rows.index(0, 1), sums[1]);
+        const float factors[2] = {inverse_excess(m[0], lane_rows.scale_log2),
+                                  inverse_excess(m[1], lane_rows.scale_log2)};
+        const float sums[2] = {quad_sum(l[0]) * factors[0], quad_sum(l[1]) * factors[1]};
+        store_row<0>(part, rows, lane_rows.index(0, 0), sums[0], factors[0]);
+        store_row<1>(part, rows, lane_rows.index(0, 1), sums[1], factors[1]);
     }
-    // The lane's columns of one of its rows, whose weights have this sum.
+    // The lane's columns of one of its rows, whose weights have this sum, acc times `factor`.
     template <int HALF>
     __device__ __forceinline__ void store_row(
-        const Part& part, const RowTile& rows, int row, float sum) {
+        const Part& part, const RowTile& rows, int row, float sum, float factor) {
         if (!rows.exists(row)) return;
         const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
         const float most = natural_max(m[HALF], scale);
@@ -255,7 +287,7 @@ private:
         for (int i = 0; i < O_COUNT / 2; ++i) {
             const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
             if (column < args.arrays.shape.head_dim_v)
-                result.store(column, acc[i / 2 * 4 + HALF * 2 + i % 2]);
+                result.store(column, acc[i / 2 * 4 + HALF * 2 + i % 2] * factor);
         }
     }
 };
