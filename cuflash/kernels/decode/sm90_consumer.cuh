@@ -70,7 +70,7 @@ private:
     template <class Mask>
     __device__ __forceinline__ void first_iteration(
         const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked, const Part& part) {
-        pipeline_wait(shared_address(&shared.k_full), k);
+        wait_for_tile(shared.k_full, k);
         scheduler_barrier_sync();
         warpgroup_fence_operand(s);
         wgmma_fence();
@@ -90,13 +90,13 @@ private:
     template <class Mask>
     __device__ __forceinline__ void iteration(
         const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked, const Part& part) {
-        pipeline_wait(shared_address(&shared.k_full), k);
+        wait_for_tile(shared.k_full, k);
         scheduler_barrier_sync();
         warpgroup_fence_operand(acc);
         warpgroup_fence_operand(s);
         wgmma_fence();
         gemm_qk();
-        pipeline_wait(shared_address(&shared.v_full), v);
+        wait_for_tile(shared.v_full, v);
         wgmma_fence();
         gemm_pv();
         scheduler_barrier_arrive();
@@ -118,7 +118,7 @@ private:
     }
 
     __device__ __forceinline__ void last_gemm_pv() {
-        pipeline_wait(shared_address(&shared.v_full), v);
+        wait_for_tile(shared.v_full, v);
         warpgroup_fence_operand(acc);
         wgmma_fence();
         gemm_pv();
@@ -137,6 +137,12 @@ private:
         const u32 tile = shared_address(&shared.v[v.index]);
         gemm_ab_rs<Element, BLOCK_K>(acc, p, descriptor(tile, BLOCK_K * PANEL_ROW_BYTES), true);
         wgmma_commit();
+    }
+    // The fence orders the producer's copies, by the generic proxy, before the reads of wgmma.
+    __device__ __forceinline__ void wait_for_tile(
+        const u64 (&full)[KV_STAGES], const PipelineState<KV_STAGES>& stage) {
+        pipeline_wait(shared_address(&full), stage);
+        fence_async_proxy();
     }
     __device__ __forceinline__ void release(
         u64 (&empty)[KV_STAGES], const PipelineState<KV_STAGES>& stage) {
