@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from cuflash.plans.tiles import Tile
-from cuflash.request.options import acts
 from cuflash.request.problem import MAX_SPLITS, Problem
 
 from . import decode
 from .kernel import Device, Maker, Plan
 from .rounding import ceil_div, round_up
-from .steps import LONGEST_RUN, is_linear, kernel_of, tile_bytes, window_of
+from .steps import LONGEST_RUN, is_linear, kernel_of, tile_bytes
 
 # The head dimensions that common/ptx.cuh has MMAs for.
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -23,7 +22,9 @@ _PRODUCER_WARPS = 4
 # Up to 32 rows decode/forward.cu reads keys at the speed of memory.
 _FEWEST_ROWS = 33
 
-_ROWS_OF_LONG_TILE = 128  # of sm90/forward.cu
+# How much longer a tile of 128 rows and 128 keys takes than in
+# sm90/forward.cu, as measured on an H200.
+_SLOWNESS = 1.5
 
 
 def runs(problem: Problem) -> bool:
@@ -44,27 +45,8 @@ def pays(problem: Problem, device: Device) -> bool:
     tile = Tile(rows, 128, 0, 2 if rows == 64 else 1)
     splits = _num_splits(problem, device, tile)
     own = _cost(problem, device, tile, splits) * rows / 128
-    return own * _slowness(problem) < _cost_of_long(problem, device)
-
-
-def _slowness(problem: Problem) -> float:
-    """How much longer a tile takes than in sm90/forward.cu, as measured.
-
-    Options act on each pair on its own.
-    """
-    acting = acts(problem)
-    if "pairs" in acting or problem.mask_mod is not None:
-        return 4.0
-    return 1.5 if acting <= {"rows"} else 3.0
-
-
-def _cost_of_long(problem: Problem, device: Device) -> float:
-    """The time of sm90/forward.cu, in tiles of 128 queries and 128 keys."""
-    visible = min(window_of(problem) + problem.seqlen_q, problem.seqlen_k)
-    tiles = ceil_div(int(visible), 128)
-    items = problem.batch * problem.num_heads_q
-    items *= ceil_div(problem.seqlen_q, _ROWS_OF_LONG_TILE)
-    return ceil_div(items, device.num_sms) * tiles
+    slowness = _SLOWNESS * decode.slowness_of_options(problem)
+    return own * slowness < decode.cost_of_long(problem, device)
 
 
 # What a part costs at its ends, in keys: the pipeline fills; O of each row is
