@@ -320,6 +320,11 @@ def split_plan(
 
 _MERGED_COLUMNS = 64  # of a warp: finish/merge_parts.cu
 
+# Of balanced parts, which take long to find: the warps of a block, and the
+# rows that each merges one after the other.
+_MOST_MERGING_WARPS, _ROUNDS_OF_MERGE = 16, 8
+_FOUND_BYTES = 128  # finish/merge_parts.cu's FoundRowTile
+
 
 def _merge_launch(
     problem: Problem, tile: Tile, main: KernelPlan, runs: int
@@ -327,6 +332,11 @@ def _merge_launch(
     """Merges the parts of row tiles that are cut."""
     rows = min(max(rows_of_head(problem), 1), tile.block_q)
     warps = ceil_div(problem.head_dim_v, _MERGED_COLUMNS)
+    slots = rows_of_block = 1
+    if is_balanced(problem):
+        slots = min(rows, max(_MOST_MERGING_WARPS // warps, 1))
+        rows_of_block = min(rows, _ROUNDS_OF_MERGE * slots)
+    shared = _FOUND_BYTES if slots > 1 else 0
     kept = {
         "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "Arguments",
         "WINDOW", "SINK", "PACKED", "MAX_SCORE",
@@ -339,16 +349,21 @@ def _merge_launch(
         constants=(
             *constants,
             ("MERGE_ROWS", rows),
-            ("NUM_WARPS", warps),
+            ("MERGE_SLOTS", slots),
+            ("ROWS_OF_BLOCK", rows_of_block),
+            ("NUM_WARPS", slots * warps),
+            ("SHARED_BYTES", shared),
             ("HAS_MASK", False),
             ("SEGMENTS", False),
             ("MASK_MOD", False),
             ("FLAGS_OF_GROUPS", False),
         ),
-        threads=32 * warps,
+        threads=32 * slots * warps,
+        shared_bytes=shared,
         ptxas_level=3,  # loads under way together
     )
-    return Launch(kernel, runs * rows, overlaps=True)
+    blocks = runs * ceil_div(rows, rows_of_block)
+    return Launch(kernel, blocks, overlaps=True)
 
 
 FORWARD = Maker(_forward, _shared, _fits)
