@@ -290,10 +290,10 @@ private:
             if (MAX_SCORE) result.store_max_score(most, sum);
         }
         #pragma unroll
-        for (int i = 0; i < O_COUNT / 2; ++i) {
-            const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
-            if (column < args.arrays.shape.head_dim_v)
-                result.store(column, acc[i / 2 * 4 + HALF * 2 + i % 2] * factor);
+        for (int i = 0; i < O_COUNT / 4; ++i) {
+            const float* pair = &acc[i * 4 + HALF * 2];
+            result.store_pair(i * 8 + lane % 4 * 2, pair[0] * factor, pair[1] * factor,
+                              args.arrays.shape.head_dim_v);
         }
     }
 };
