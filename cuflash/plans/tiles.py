@@ -181,7 +181,7 @@ def _decode() -> Iterator[Tile]:
 
 def _decode_sm90() -> Iterator[Tile]:
     # A consumer warpgroup per 64 rows, and one producer.
-    for k, stages in product((128, 96, 80, 64), (3, 2)):
+    for k, stages in product((128, 96, 80, 64), (4, 3, 2)):
         yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
     # Two blocks on an SM, each of which hides the other's ends.
     for blocks, k, stages in product((2, 1), (64, 128, 96, 80), (3, 2)):

@@ -20,11 +20,28 @@ CALL = Problem("forward", "bfloat16", 1, 1, 8192, 32, 8, 128, 128, 0.125)
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"seqlen_q": 16}, {"causal": True}, {"dtype": "float16"},
+    {}, {"seqlen_q": 8}, {"causal": True}, {"dtype": "float16"},
     {"segment_ids": True, "dropout": 0.5}, {"head_dim": 256},
 ])  # fmt: skip
 def test_few_queries_of_many_keys(changes):
     assert plan(replace(CALL, **changes), H200).family == "decode"
+
+
+@pytest.mark.parametrize("changes", [
+    {"seqlen_q": 9}, {"seqlen_q": 16}, {"seqlen_q": 128, "num_heads_kv": 32},
+    {"seqlen_q": 33, "num_splits": 3}, {"seqlen_q": 16, "mask": True},
+])  # fmt: skip
+def test_more_queries_on_hopper(changes):
+    problem = replace(CALL, **changes)
+    assert plan(problem, H200).family == "decode_sm90"
+    assert plan(problem, device_of_arch("sm_80")).family != "decode_sm90"
+
+
+def test_enough_queries_fill_the_other_kernels():
+    """The fewest of them that do, by the number of sequences."""
+    long = replace(CALL, seqlen_q=2048)
+    assert plan(long, H200).family == "sm90"
+    assert plan(replace(CALL, seqlen_q=128), H200).family == "decode_sm90"
 
 
 @pytest.mark.parametrize("changes", [
