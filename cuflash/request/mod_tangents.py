@@ -79,6 +79,20 @@ def moved(
     return {slots[x]: x for x in own}
 
 
+def gradients_of(
+    read: Sequence[str], argument: str = "return_dmod"
+) -> tuple[str, tuple[str, ...]]:
+    """The argument that asks for the gradients of arrays, and its value.
+
+    Parameters
+    ----------
+    read : sequence of str
+        By the names of `named`.
+    argument : str
+    """
+    return argument, tuple(map(name_of, read))
+
+
 def tangents_named(
     tangents: Mapping[str, Any], names: Mapping[str, str], argument: str
 ) -> dict[str, Any]:

@@ -345,20 +345,6 @@ def _as_numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
 
 
-def gradients_of(
-    read: Sequence[str], argument: str = "return_dmod"
-) -> tuple[str, tuple[str, ...]]:
-    """The argument that asks for the gradients of arrays, and its value.
-
-    Parameters
-    ----------
-    read : sequence of str
-        By the names of `named`.
-    argument : str
-    """
-    return argument, tuple(map(name_of, read))
-
-
 def by_slots(
     arrays: Mapping[str, Any], order: Iterable[str] | None = None
 ) -> dict[str, Any]:

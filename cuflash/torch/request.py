@@ -170,7 +170,7 @@ class Request:
         for name in wanted[: len(wanted) - len(read)]:
             own = (*own, f"return_d{name}", True)
         if read:
-            own = (*own, *traced.gradients_of(read))
+            own = (*own, *mod_tangents.gradients_of(read))
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
         if dlse is not None:
             given["dlse"] = dlse

@@ -89,7 +89,7 @@ def double_backward(
     )  # fmt: skip
     read = tuple([x for x in wanted if traced.is_slot(x)])
     if read:
-        own = (*own, *traced.gradients_of(read, "return_d2mod"))
+        own = (*own, *mod_tangents.gradients_of(read, "return_d2mod"))
     for name in wanted:
         if name in read:
             continue

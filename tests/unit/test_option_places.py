@@ -120,6 +120,8 @@ PLACES = {
     "torch/derivatives": ("linear in it", "dropout"),
     "torch/block_mask": ("theirs", "mask_mod"),
     "torch/flex": ("theirs", "mask_mod score_mod"),
+    "torch/pair_bias": ("theirs", "bias mask mod_arrays score_mod"),
+    "jax/pair_bias": ("theirs", "bias mask"),
     "torch/compiled_functions": (
         "finds the two roles", "mask_mod mod_arrays score_mod",
     ),
