@@ -23,8 +23,12 @@ _PRODUCER_WARPS = 4
 _FEWEST_ROWS = 33
 
 # How much longer a tile of 128 rows and 128 keys takes than in
-# sm90/forward.cu, as measured on an H200.
+# sm90/forward.cu: 2.1 to 2.5 us instead of 1.5 to 1.65 on an H200.
 _SLOWNESS = 1.5
+
+# What a call of several parts takes besides: 1 x 8,192 keys, 64/8 heads,
+# take 27, 34, 53 and 90 us of parts of 4, 8, 16 and 32 tiles.
+_MERGE_TILES = 7
 
 
 def runs(problem: Problem) -> bool:
@@ -44,7 +48,8 @@ def pays(problem: Problem, device: Device) -> bool:
     rows = 64 if decode.rows_of_head(problem) <= 64 else 128
     tile = Tile(rows, 128, 0, 2 if rows == 64 else 1)
     splits = _num_splits(problem, device, tile)
-    own = _cost(problem, device, tile, splits) * rows / 128
+    own = _cost(problem, device, tile, splits)
+    own = (own + (_MERGE_TILES if splits > 1 else 0)) * rows / 128
     slowness = _SLOWNESS * decode.slowness_of_options(problem)
     return own * slowness < decode.cost_of_long(problem, device)
 

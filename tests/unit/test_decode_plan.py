@@ -52,6 +52,16 @@ def test_other_calls(changes):
     assert plan(replace(CALL, **changes), H200).family != "decode"
 
 
+@pytest.mark.parametrize("tokens", [512, 1024, 4096])
+@pytest.mark.parametrize("options", [{}, {"bias": "bfloat16"}])
+def test_queries_of_their_own_sequence_take_the_other_kernels(tokens, options):
+    for arch, family in (("sm_90a", "sm90"), ("sm_80", "sm80")):
+        problem = replace(
+            CALL, num_heads_q=16, seqlen_q=tokens, seqlen_k=tokens, **options
+        )
+        assert plan(problem, device_of_arch(arch)).family == family
+
+
 ON_CUDA_CORES = [
     {"dtype": "float32"}, {"dtype": "float64"}, {"head_dim": 257},
     {"head_dim_v": 512}, {"dtype": "float32", "head_dim": 257},
