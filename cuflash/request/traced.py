@@ -153,11 +153,9 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     given, unread, values_of = _given(*_kinds_of(options))
     found: list[tuple[str, Any]] = []
     for role, function in functions:
-        if isinstance(function, Node):
-            found.append((role, function))
-            unread = frozenset()
-            continue
-        graph, read = trace.recorded(function, role, given)
+        graph, read = function, unread
+        if not isinstance(function, Node):
+            graph, read = trace.recorded(function, role, given)
         found.append((role, graph))
         unread = unread - read
     check_read(unread)
@@ -248,12 +246,8 @@ def given_of(
 ) -> tuple[trace.Given, frozenset[str]]:
     """What functions are recorded with, and all names in it.
 
-    Parameters
-    ----------
-    arrays : tuple of (str, dtype, shape, strides)
-        By the names of `named`, in the order of their slots.
-    values : tuple of (str, type)
-        The numbers.
+    `arrays` are (`named`, dtype, shape, strides) in the order of slots;
+    `values` are (name, type).
     """
     return _given(arrays, values)[:2]
 

@@ -152,22 +152,27 @@ class _Theirs:
     """The mask of a BlockMask of PyTorch's, and what it was made of."""
 
     def __init__(self, block_mask: Any) -> None:
-        self.made_of = _parts(block_mask)
+        self._parts = [(x, getattr(block_mask, x)) for x in _PARTS]
+        tensors = [x for _, x in self._parts if isinstance(x, torch.Tensor)]
+        self._versions = [(x, functions.version_of(x)) for x in tensors]
+        self.shape = tuple(block_mask.shape)
         self.snapshot = functions.Snapshot(_with_table(block_mask))
 
     def is_of(self, block_mask: Any) -> bool:
         """Whether the block mask still is what it was."""
-        now = _parts(block_mask)
-        return all(
-            x is y and version == other
-            for (x, version), (y, other) in zip(now, self.made_of, strict=True)
-        )
+        for name, part in self._parts:
+            if getattr(block_mask, name) is not part:
+                return False
+        for tensor, version in self._versions:
+            if functions.version_of(tensor) != version:
+                return False
+        return True
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, _Theirs] = weakref.WeakKeyDictionary()
 _PARTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-    "mask_mod",
+    "mask_mod", "seq_lengths", "BLOCK_SIZE",
 )  # fmt: skip
 
 
@@ -192,6 +197,10 @@ def mask_of(
     if isinstance(block_mask, BlockMask):
         _check_sizes(block_mask.shape, query, key)
         return block_mask.mask_mod if compiling else block_mask
+    found = None if compiling else _KNOWN.get(block_mask)
+    if found is not None and found.is_of(block_mask):
+        _check_sizes(found.shape, query, key)
+        return found
     if not hasattr(block_mask, "kv_num_blocks"):
         raise DTypeError(
             f"block_mask is {in_words(block_mask)}, expected what"
@@ -203,34 +212,26 @@ def mask_of(
     _check_sizes(tuple(block_mask.shape), query, key)
     if compiling:
         return _blocks(block_mask)
-    found = _KNOWN.get(block_mask)
-    if found is None or not found.is_of(block_mask):
-        found = _KNOWN[block_mask] = _Theirs(block_mask)
+    found = _KNOWN[block_mask] = _Theirs(block_mask)
     return found
 
 
 def _check_sizes(
     shape: tuple[int, ...], query: torch.Tensor, key: torch.Tensor
 ) -> None:
+    batch, heads, *_ = query.shape
     lengths = query.shape[2], key.shape[2]
-    sizes = (*query.shape[:2], *lengths)
-    fits = len(shape) == 4 and all(
-        n == size or (n == 1 and axis < 2)
-        for axis, (n, size) in enumerate(zip(shape, sizes, strict=True))
-    )
-    if not fits:
+    if (
+        len(shape) != 4 or shape[2:] != lengths
+        or shape[0] not in (1, batch) or shape[1] not in (1, heads)
+    ):  # fmt: skip
+        sizes = batch, heads, *lengths
         raise ShapeError(
             f"block_mask is for {tuple(shape)}, expected {sizes}: batch,"
             " heads, queries and keys, of which the first two may be 1;"
             " make it for these: create_block_mask(mask_mod, None, None,"
             f" {lengths[0]}, {lengths[1]})"
         )
-
-
-def _parts(block_mask: Any) -> tuple[tuple[Any, int], ...]:
-    """What a BlockMask says, with the versions of its tensors."""
-    parts = (getattr(block_mask, x) for x in _PARTS)
-    return tuple((x, functions.version_of(x)) for x in parts)
 
 
 def _blocks(block_mask: Any) -> Blocks:

@@ -6,7 +6,7 @@ and collect the tensors again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,23 +68,26 @@ class Snapshot:
         self._read: list[tuple[torch.Tensor, int]] = []
         self._kept = Kept()
 
-    def kept_for(self, tensors: Iterable[torch.Tensor]) -> Kept:
+    def kept_for(self, tensors: Sequence[torch.Tensor]) -> Kept:
         """What to share for a mask that reads these tensors."""
-        now = [(x, version_of(x)) for x in tensors]
         before = self._read
-        if len(now) != len(before) or any(
-            x is not y or n != m
-            for (x, n), (y, m) in zip(now, before, strict=True)
-        ):
-            self._read, self._kept = now, Kept()
+        if len(tensors) == len(before):
+            for x, (y, version) in zip(tensors, before, strict=True):
+                if x is not y or version_of(x) != version:
+                    break
+            else:
+                return self._kept
+        self._read = [(x, version_of(x)) for x in tensors]
+        self._kept = Kept()
         return self._kept
 
 
-def version_of(x: Any) -> int:
+def version_of(x: torch.Tensor) -> int:
     """How often a tensor has changed in place, as far as that is known."""
-    if not isinstance(x, torch.Tensor) or x.is_inference():
+    try:
+        return x._version
+    except RuntimeError:  # one of inference mode
         return 0
-    return x._version
 
 
 class _Known(NamedTuple):
