@@ -6,6 +6,7 @@ from cuflash.plans.tiles import Tile
 from cuflash.request.options import acts
 from cuflash.request.problem import Problem
 
+from . import expression
 from .in_one import jvp_in_one
 from .kernel import Device, Maker, Plan
 from .rounding import round_up
@@ -132,7 +133,8 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
 def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
     """Whether what is kept, and scores or sums of dq, stay in registers.
 
-    Bent scores have two more tiles: slopes and curvatures.
+    Bent scores have two more tiles: slopes and how they move; and two more
+    if arrays have gradients by these: scores before f, and their tangents.
     """
     if is_wide(problem):
         return _wide_double_backward_fits(problem, tile)
@@ -141,7 +143,8 @@ def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
     d, dv = padded_head_dims(problem)
     threads = tile.num_warps * 32
     kept = tile.block_k * (d + dv) // threads
-    tiles = 6 if "bends" in acts(problem) else 4
+    curved = expression.tiles_of_slopes(problem)
+    tiles = 4 + (curved or 2 * ("bends" in acts(problem)))
     scores = tiles * tile.block_q * tile.block_k // threads
     dq = tile.block_q * d // threads
     registers = _REGISTERS_OF_SM // (threads * tile.blocks_per_sm)

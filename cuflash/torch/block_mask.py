@@ -17,10 +17,10 @@ from cuflash.api.tile_mask import TileMask, tile_mask
 from cuflash.errors import DTypeError, ShapeError, in_words
 
 from . import functions
+from .compiled_functions import Blocks, visible_in
 from .dtypes import to_numpy
 
 _Mask = Callable[..., Any]
-_FULL, _PARTLY = 2, 1
 
 
 class BlockMask:
@@ -173,7 +173,7 @@ _PARTS = (
 
 def mask_of(
     block_mask: Any, query: torch.Tensor, key: torch.Tensor
-) -> BlockMask | _Theirs | None:
+) -> BlockMask | _Theirs | Blocks | _Mask | None:
     """The `mask_mod` of a call with a block mask; None without an effect.
 
     Parameters
@@ -188,9 +188,10 @@ def mask_of(
     ShapeError
         If it is for other sizes.
     """
+    compiling = torch.compiler.is_compiling()
     if isinstance(block_mask, BlockMask):
         _check_sizes(block_mask.shape, query, key)
-        return block_mask
+        return block_mask.mask_mod if compiling else block_mask
     if not hasattr(block_mask, "kv_num_blocks"):
         raise DTypeError(
             f"block_mask is {in_words(block_mask)}, expected what"
@@ -200,6 +201,8 @@ def mask_of(
     if min(block_mask.BLOCK_SIZE) >= 2**30:  # torch's default: hides nothing
         return None
     _check_sizes(tuple(block_mask.shape), query, key)
+    if compiling:
+        return _blocks(block_mask)
     found = _KNOWN.get(block_mask)
     if found is None or not found.is_of(block_mask):
         found = _KNOWN[block_mask] = _Theirs(block_mask)
@@ -230,30 +233,31 @@ def _parts(block_mask: Any) -> tuple[tuple[Any, int], ...]:
     return tuple((x, functions.version_of(x)) for x in parts)
 
 
+def _blocks(block_mask: Any) -> Blocks:
+    """A BlockMask in parts."""
+    rows, columns = block_mask.BLOCK_SIZE
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    size = rows, columns, batch > 1, heads > 1
+    return Blocks(block_mask.mask_mod, _table(block_mask), size)
+
+
 def _with_table(block_mask: Any) -> _Mask:
     """The mask of a BlockMask: its mask_mod where a block is listed so."""
-    table = _table(block_mask)
-    rows, columns = block_mask.BLOCK_SIZE
-    mask_mod = block_mask.mask_mod
-    batch, heads = table.shape[:2]
+    mask_mod, table, size = _blocks(block_mask)
 
-    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_batch = b if batch > 1 else 0
-        of_head = h if heads > 1 else 0
-        kind = table[of_batch, of_head, q_idx // rows, kv_idx // columns]
-        partly = (kind == _PARTLY) & mask_mod(b, h, q_idx, kv_idx)
-        return (kind == _FULL) | partly
+    def visible(*indices: Any) -> Any:
+        return visible_in(table, mask_mod, size, indices)
 
     return visible
 
 
 def _table(block_mask: Any) -> torch.Tensor:
-    """How each block is listed: (batch, heads, rows, columns) of uint8."""
+    """How each block is listed: `Blocks.table`."""
     columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
     counts = block_mask.kv_num_blocks
     # One more column, for places in the lists that hold nothing.
     table = counts.new_zeros((*counts.shape, columns + 1), dtype=torch.uint8)
-    for kind, name in ((_PARTLY, "kv"), (_FULL, "full_kv")):
+    for kind, name in ((1, "kv"), (2, "full_kv")):
         counts = getattr(block_mask, f"{name}_num_blocks")
         indices = getattr(block_mask, f"{name}_indices")
         if counts is None:

@@ -24,7 +24,7 @@
 // many columns of P a warp's lanes exchange at a time; WARP_KEYS of a warp; K_VECTOR and V_VECTOR,
 // which divide the head dimensions and to whose bytes rows of K and V are aligned; VECTOR, elements
 // of a lane; COUNT, arrays after the first, 1 to MOST_OTHERS (partial/rows.cuh).
-// Tangents: Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves; DIRECTIONS, 1 or 2;
+// Tangents: Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT, MOD_DOT: what moves; DIRECTIONS, 1 or 2;
 // FIRST_DIRECTION, LAST_DIRECTION: the launch has the first or the last direction alone; READS_OUT:
 // it has all but the first one, and reads O.
 // Readouts (readouts/): ROW_WEIGHTS: rows have weights of their own; CHOSEN: flags tell which

@@ -11,7 +11,7 @@
 // F come from prepare/double_delta.cu, b and ddO from a JVP.
 //
 // Grid, block: those of sm80/backward.cu.
-// Constants: those of sm80/backward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients
+// Constants: those of sm80/backward.cu; Q_DOT to MOD_DOT: which gradients
 // the loss depends on.
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     k, k_dot       BLOCK_K * HEAD_DIM * 2 each              d2K in the epilogue
@@ -130,16 +130,17 @@ __device__ __forceinline__ bool queries_nonfinite(SharedPlan& shared, int stage)
 // T_X, g dS and, for d2V, Z P (W - b) of a tile, to shared memory.
 template <bool MASKED>
 __device__ __forceinline__ void compute_weights(
-    SharedPlan& shared, const ScoreTile& score_tile, const BiasTangent<float>& bias_tangent,
+    SharedPlan& shared, const ScoreTile& score_tile, const HeadTangent<float>& tangent,
     int stage) {
     if (SCORE_WARPS < NUM_WARPS && threadIdx.x / 32 >= SCORE_WARPS) return;
     const RowStatistics& rows = shared.rows[stage];
     const u32 dout = shared_address(&shared.dout[stage]);
-    Scores s, w, dp, u, slopes, bends;                      // s: then P; w: then W - b
+    Scores s, w, dp, u;                                     // s: then P; w: then W - b
+    PairMotions motions;
     pair_gemms<HEAD_DIM, Q_DOT, K_DOT>(
         s, w, shared_address(&shared.q[stage]), shared_address(&shared.q_dot[stage]),
         shared_address(&shared.k), shared_address(&shared.k_dot));
-    probabilities_and_tangents(s, w, slopes, bends, rows, score_tile, bias_tangent);
+    probabilities_and_tangents(s, w, motions, rows, score_tile, tangent);
     pair_gemms<HEAD_DIM_V, false, V_DOT>(
         dp, u, dout, dout, shared_address(&shared.v), shared_address(&shared.v_dot));
     KeptBits kept;
@@ -151,11 +152,11 @@ __device__ __forceinline__ void compute_weights(
     second_weights(s, w, dp, u, rows, score_tile);          // w, dp, u: P (W - b), dS, T
     if constexpr (DROPOUT) apply_dropout(w, kept, score_tile);
     store_weights<MASKED>(shared_address(&shared.p_dot), w, score_tile);
-    if constexpr (DBIAS) {
-        if constexpr (MASKED) apply_mask(u, score_tile);
-        add_dbias(u, score_tile);
+    if constexpr (MASKED && SUMS_SCORES) {
+        apply_mask(u, score_tile);
+        apply_mask(dp, score_tile);
     }
-    if constexpr (SOFTCAP) apply_slopes(u, dp, slopes, bends);
+    if constexpr (BENDS || SUMS_SCORES) second_scores(u, dp, motions, score_tile);
     store_weights<MASKED>(shared_address(&shared.tx), u, score_tile);
     store_weights<MASKED>(shared_address(&shared.ds), dp, score_tile);
 }
@@ -241,7 +242,7 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
     DqSemaphore<> dq_semaphore;
     const auto iterate = [&](auto masked, QueryWalk::Place next) {
         constexpr bool MASKED = masked.value;
-        const BiasTangent<float> bias_tangent(args, 0, coord.batch, at.head);
+        const HeadTangent<float> tangent(args, 0, coord.batch, at.head);
         bool nonfinite = false;                             // in Q, ddQ, dO; in all threads
         cp_async_wait<0>();
         if constexpr (MASKED) nonfinite = __syncthreads_or(queries_nonfinite(shared, stage));
@@ -250,7 +251,7 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
         if (NUM_STAGES == 2 && walk.has(next))
             load_queries(shared, args, coord.batch, next, stage ^ 1);
 
-        compute_weights<MASKED>(shared, score_tile, bias_tangent, stage);
+        compute_weights<MASKED>(shared, score_tile, tangent, stage);
         __syncthreads();
 
         add_product<false, BLOCK_Q, MASKED>(

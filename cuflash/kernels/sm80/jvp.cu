@@ -16,7 +16,7 @@
 // those of O and O' (score_parts.cuh).
 //
 // Constants: those of sm80/forward.cu; SCORE_PARTS: how many warps share rows; DIRECTIONS,
-// FIRST_DIRECTION, LAST_DIRECTION, READS_OUT; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
+// FIRST_DIRECTION, LAST_DIRECTION, READS_OUT; Q_DOT to MOD_DOT: what moves.
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     parts                           BLOCK_Q * BLOCK_K * 4 each  S, W: SCORE_PARTS each, if > 1
 //     q_then_out, q_dot_then_out_dot  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2 each
@@ -137,8 +137,8 @@ __device__ __forceinline__ void add_all_nonfinite_terms(
 template <bool MASKED>
 __device__ __forceinline__ void modify_and_mask(
     Scores& s, ScoreTangents& w, const QueryTile& query_tile,
-    const BiasTangent<float>& bias_tangent, int k_start) {
-    scores_and_tangents(s, w, query_tile, bias_tangent, k_start);
+    const HeadTangent<float>& tangent, int k_start) {
+    scores_and_tangents(s, w, query_tile, tangent, k_start);
     if constexpr (MASKED) apply_mask(s, w, query_tile, k_start);
 }
 
@@ -146,9 +146,9 @@ __device__ __forceinline__ void modify_and_mask(
 template <bool MASKED>
 __device__ __forceinline__ void finish_scores(
     const SharedPlan& shared, Scores& s, ScoreTangents& w, const QueryTile& query_tile,
-    const BiasTangent<float>& bias_tangent, int k_start) {
+    const HeadTangent<float>& tangent, int k_start) {
     if constexpr (SCORE_PARTS == 1)
-        return modify_and_mask<MASKED>(s, w, query_tile, bias_tangent, k_start);
+        return modify_and_mask<MASKED>(s, w, query_tile, tangent, k_start);
     shared.store_part(0, s);
     #pragma unroll
     for (int n = 0; n < DIRECTIONS; ++n) shared.store_part(1 + n, w[n]);
@@ -156,12 +156,12 @@ __device__ __forceinline__ void finish_scores(
 template <bool MASKED>
 __device__ __forceinline__ void add_parts(
     const SharedPlan& shared, Scores& s, ScoreTangents& w, const QueryTile& query_tile,
-    const BiasTangent<float>& bias_tangent, int k_start) {
+    const HeadTangent<float>& tangent, int k_start) {
     if constexpr (SCORE_PARTS == 1) return;
     shared.add_parts(0, s);
     #pragma unroll
     for (int n = 0; n < DIRECTIONS; ++n) shared.add_parts(1 + n, w[n]);
-    modify_and_mask<MASKED>(s, w, query_tile, bias_tangent, k_start);
+    modify_and_mask<MASKED>(s, w, query_tile, tangent, k_start);
 }
 
 __device__ __forceinline__ void finish(
@@ -194,7 +194,7 @@ jvp_sm80(const __grid_constant__ Arguments call_args) {
     const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const int lane_query = q_start + warp_row() + threadIdx.x % 32 / 4;
     const QueryTile query_tile(args, coord, lane_query);
-    const BiasTangent<float> bias_tangent(args, direction, coord.batch, coord.head);
+    const HeadTangent<float> tangent(args, direction, coord.batch, coord.head);
     const KeyTiles tiles = query_tile.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
     const KeyLoader loader(args, shared, direction, coord.batch, kv_head);
 
@@ -226,14 +226,14 @@ jvp_sm80(const __grid_constant__ Arguments call_args) {
         loader.load_v<MASKED>(tile);
         score_gemms<Q_BYTES, K_BYTES>(
             s, w, q_smem, q_dot_smem, loader.k_smem, loader.k_dot_smem);
-        finish_scores<MASKED>(shared, s, w, query_tile, bias_tangent, k_start);
+        finish_scores<MASKED>(shared, s, w, query_tile, tangent, k_start);
         cp_async_wait<0>();
         bool nonfinite = false;                             // in V, V', the same in all threads
         if constexpr (MASKED) nonfinite = __syncthreads_or(loader.nonfinite());
         else __syncthreads();
         next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (next >= tiles.first) loader.load_k<false>(next);
-        add_parts<MASKED>(shared, s, w, query_tile, bias_tangent, k_start);
+        add_parts<MASKED>(shared, s, w, query_tile, tangent, k_start);
         tangent_step(s, w, softmax, states, acc, acc_dot, query_tile.scale_log2);
         if constexpr (DROPOUT) apply_dropout(s, w, query_tile, k_start);
         if (MASKED && nonfinite) {
