@@ -114,7 +114,7 @@ def _scores_twice(problem: Problem, which: int) -> bool:
     if which == _DQ:
         return scores_twice(problem)
     many = problem.bias is not None and problem.dropout > 0.0
-    return which == _DK and many and problem.softcap is not None
+    return which == _DK and many and problem.softcap > 0.0
 
 
 def _kernel(
