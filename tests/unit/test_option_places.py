@@ -22,6 +22,9 @@ PLACES = {
         "from functions to graphs; advice on arrays given as functions",
         "score_mod mask mask_mod mod_arrays return_dmod",
     ),
+    "request/mod_tangents": (
+        "tangents of its arrays, their gradients", "mod_arrays return_dmod",
+    ),
     "expressions": (
         "the two roles, what built-in options compute, advice",
         "bias mask mask_mod score_mod softcap",
