@@ -56,8 +56,8 @@ PLACES = {
     # Values that the host reads, and rules between arguments.
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
     "request/validate/attention": (
-        "bounds, packing, a shape, a seed, directions",
-        "alibi_slopes bias cu_seqlens cu_seqlens_q seed window",
+        "bounds, packing, a shape, a seed, directions, what moves",
+        "alibi_slopes bias cu_seqlens cu_seqlens_q score_mod seed window",
     ),
     "request/validate/readouts": ("weights are before it", "dropout"),
     "request/validate/functions": (
