@@ -43,7 +43,7 @@ from bench_parts.options import WithDefaults, in_words
 from bench_parts.report import heading, line, save, say, show, show_summary
 from bench_parts.report import summary as summary_of
 from command_line import number
-from cuflash.request.validate.shapes import MAX_HEAD_DIM
+from cuflash.request.validate.shapes import MAX_HEAD_DIM_V
 
 MIB = 1 << 20
 MASKS = {"yes": [True], "no": [False], "both": [False, True]}
@@ -121,9 +121,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.seqlen = options.seqlen or list(known.seqlens)
     options.width = options.width or known.width
     for d in options.head_dim:
-        if d > min(MAX_HEAD_DIM, options.width):
+        if d > min(MAX_HEAD_DIM_V, options.width):
             parser.error(
-                f"--head-dim {d}: at most {MAX_HEAD_DIM}, and at most --width"
+                f"--head-dim {d}: at most {MAX_HEAD_DIM_V}, and at most "
+                "--width"
             )
     if max(options.seqlen) > options.tokens:
         parser.error(f"--seqlen {max(options.seqlen)}: at most --tokens")

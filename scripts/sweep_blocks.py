@@ -39,7 +39,7 @@ from cuflash.build import nvrtc  # noqa: E402
 from cuflash.errors import CuflashError  # noqa: E402
 from cuflash.plans import tiles  # noqa: E402
 from cuflash.plans.plan import Device, FamilyName, device_of_arch  # noqa: E402
-from cuflash.request.validate.shapes import MAX_HEAD_DIM  # noqa: E402
+from cuflash.request.validate.shapes import MAX_HEAD_DIM_V  # noqa: E402
 from sweep_parts import dry, measure, space, tables  # noqa: E402
 from sweep_parts.record import Record  # noqa: E402
 from sweep_parts.worker import NoGpu, Worker, open_gpu  # noqa: E402
@@ -100,9 +100,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or space.dtype_of(options.family)
     for d in options.head_dim:
-        if d > min(MAX_HEAD_DIM, options.width or MAX_HEAD_DIM):
+        if d > min(MAX_HEAD_DIM_V, options.width or MAX_HEAD_DIM_V):
             parser.error(
-                f"--head-dim {d}: at most {MAX_HEAD_DIM}, and at most --width"
+                f"--head-dim {d}: at most {MAX_HEAD_DIM_V}, and at most "
+                "--width"
             )
     tokens = options.tokens or cells.TOKENS
     if options.seqlen and max(options.seqlen) > tokens:

@@ -149,7 +149,7 @@ def forward(
         Keys. `num_heads_q` is a multiple of `num_heads_kv`; query head h
         reads key head ``h // (num_heads_q // num_heads_kv)``.
     v : array, (batch, seqlen_k, num_heads_kv, head_dim_v)
-        Values. `head_dim` and `head_dim_v` are 1 to 512.
+        Values. `head_dim` is 1 to 576, `head_dim_v` 1 to 512.
     scale : float, optional
         Multiplies Q K^T; ``head_dim ** -0.5`` by default.
     causal : bool, optional
@@ -270,13 +270,14 @@ def forward(
         offsets that are checked are invalid, `out` is read-only or shares
         memory with an input, or the arrays are on several CUDA devices.
     UnsupportedError
-        If head_dim or head_dim_v is above 512, or above 256 and too large
-        for the GPU's shared memory (only float64 below sm_80); if another
-        size does not fit in 32 bits; if `precision` or `num_splits` does not
-        support the dtype or the head dimensions; if a bias, a mask or segment
-        ids are given with packed sequences; if an array is a masked array,
-        requires grad or belongs to another library on the CPU; if the GPU is
-        too old, or CuPy is not installed for CUDA arrays.
+        If head_dim is above 576 or head_dim_v above 512, or one is above 256
+        and too large for the GPU's shared memory (only float64 below sm_80);
+        if another size does not fit in 32 bits; if `precision` or
+        `num_splits` does not support the dtype or the head dimensions; if a
+        bias, a mask or segment ids are given with packed sequences; if an
+        array is a masked array, requires grad or belongs to another library
+        on the CPU; if the GPU is too old, or CuPy is not installed for CUDA
+        arrays.
     CompileError
         If a kernel does not compile, or NVRTC is not installed.
 

@@ -40,7 +40,7 @@ def test_any_order_of_warps(backend, seed):
 @on_kernels
 @pytest.mark.parametrize(
     ("dtype", "head_dims"),
-    [("bfloat16", (512, 512)), ("float16", (384, 448)), ("float16", (40, 384)),
+    [("bfloat16", (576, 512)), ("float16", (384, 448)), ("float16", (40, 384)),
      ("bfloat16", (320, 40))],
 )  # fmt: skip
 def test_head_dims(backend, dtype, head_dims):

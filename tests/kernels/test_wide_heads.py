@@ -40,7 +40,7 @@ def check(backend, case):
 
 @on_kernels_of(
     dtype=DTYPES,
-    head_dims=[(257, 257), (512, 512), (320, 320), (512, 64)],
+    head_dims=[(257, 257), (576, 512), (320, 320), (576, 64)],
     causal=[True, False],
 )
 def test_head_dims(backend, dtype, head_dims, causal):

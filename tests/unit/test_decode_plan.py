@@ -74,7 +74,7 @@ def test_it_is_asked_for_by_name():
 
 @given(
     dtype=st.sampled_from(["float16", "float32", "float64"]),
-    head_dim=st.integers(1, 512),
+    head_dim=st.integers(1, 576),
     head_dim_v=st.integers(1, 512),
     seqlen_q=st.integers(1, 4),
     options=st.booleans(),

@@ -478,7 +478,7 @@ def test_heads_before_tokens(q, k, cure):
 @pytest.mark.parametrize(
     ("width", "error", "said"),
     [
-        (513, UnsupportedError, "at most 512: no kernel supports wider rows"),
+        (577, UnsupportedError, "at most 576: no kernel supports wider rows"),
         (0, ShapeError, "at least 1"),
     ],
 )

@@ -126,9 +126,9 @@ def test_shape_of_out():
 
 
 def test_wide_heads():
-    x = np.zeros((2, 5, 3, 513), np.float32)
+    x = np.zeros((2, 5, 3, 577), np.float32)
     assert complaint(UnsupportedError, x=x).startswith(
-        "x has head_dim 513, expected at most 512"
+        "x has head_dim 577, expected at most 576"
     )
 
 

@@ -9,7 +9,7 @@ from cuflash.errors import DTypeError, type_name
 from cuflash.request.problem import Call, Signature
 from cuflash.request.validate.descriptions import describe, remembered
 from cuflash.request.validate.devices import check_one_device
-from cuflash.request.validate.shapes import Arrays
+from cuflash.request.validate.shapes import MAX_HEAD_DIM_V, Arrays
 
 
 def merge_states(**states: Any) -> Call:
@@ -58,7 +58,7 @@ def _merge(seen: tuple[tuple, ...]) -> Signature:
     for name in arrays.shapes:
         arrays.check_same(name, arrays.axes_of(name), "out_a")
     arrays.check_lengths("out_a")
-    arrays.check_head_dim("out_a")
+    arrays.check_head_dim("out_a", MAX_HEAD_DIM_V)
     problem = arrays.problem(
         "merge", "out_a", "out_a",
         seqlen_k=0, scale=1.0, num_states=len(seen) // 2,
