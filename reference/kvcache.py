@@ -290,8 +290,9 @@ def cached(
 def forward_kvcache(
     q: np.ndarray,
     k_cache: np.ndarray,
-    v_cache: np.ndarray,
+    v_cache: np.ndarray | None = None,
     *,
+    head_dim_v: int | None = None,
     cache_seqlens: np.ndarray | int | None = None,
     k_new: np.ndarray | None = None,
     v_new: np.ndarray | None = None,
@@ -319,8 +320,11 @@ def forward_kvcache(
     k_cache : ndarray, (slots, capacity, num_heads_kv, head_dim)
         Or (num_pages, page_size, num_heads_kv, head_dim), with `page_table`.
         Written in place.
-    v_cache : ndarray
+    v_cache : ndarray, optional
         The same, with head_dim_v.
+    head_dim_v : int, optional
+        Without v_cache, as in latent attention: values are the first
+        head_dim_v columns of keys, and of `k_new`.
     cache_seqlens : array_like of int, (batch,), or int, optional
         The tokens of each sequence before the call; not changed. Default:
         the capacity.
@@ -363,7 +367,12 @@ def forward_kvcache(
         If a position is outside the rotary tables. Nothing is written after
         an error.
     """
-    _check_together(k_new, v_new, cache_seqlens, rotary_cos)
+    latent = v_cache is None
+    if v_cache is None:
+        v_cache, v_scale = k_cache[..., :head_dim_v], k_scale
+    else:
+        _check_values(k_new, v_new)
+    _check_together(k_new, cache_seqlens, rotary_cos)
     if page_table is not None and not (
         cache_batch_idx is cache_leftpad is None
     ):
@@ -390,14 +399,15 @@ def forward_kvcache(
         rows = q[part.queries]
         positions = query_positions(len(rows), part.before, causal, window)
         queries.append(rotate(rows, positions))
-    if k_new is not None and v_new is not None:
+    if k_new is not None:
         keys = [
             rotate(k_new[part.new], np.arange(part.before, part.stop))
             for part in parts
         ]
         for part, k in zip(parts, keys, strict=True):
             append(k_cache, at, part, k, k_scale)
-            append(v_cache, at, part, v_new[part.new], v_scale)
+            if v_new is not None and not latent:
+                append(v_cache, at, part, v_new[part.new], v_scale)
     num_heads_kv = k_cache.shape[2]
     groups = num_heads_kv, q.shape[-2] // max(num_heads_kv, 1)
     head = np.arange(q.shape[-2]).reshape(groups)
@@ -427,12 +437,14 @@ def forward_kvcache(
     return out, np.swapaxes(lse, -1, -2)
 
 
-def _check_together(
-    k_new: Any, v_new: Any, cache_seqlens: Any, rotary_cos: Any
-) -> None:
-    """Raise ValueError if an argument lacks another."""
+def _check_values(k_new: Any, v_new: Any) -> None:
+    """Raise ValueError if new keys or values lack the others."""
     if (k_new is None) != (v_new is None):
         raise ValueError("k_new and v_new require each other")
+
+
+def _check_together(k_new: Any, cache_seqlens: Any, rotary_cos: Any) -> None:
+    """Raise ValueError if an argument lacks another."""
     if k_new is not None and cache_seqlens is None:
         raise ValueError("k_new requires cache_seqlens")
     if rotary_cos is not None and k_new is None:

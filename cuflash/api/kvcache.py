@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def forward_kvcache(
     q: NumPyArray,
     k_cache: NumPyArray,
-    v_cache: NumPyArray,
+    v_cache: NumPyArray | None = None,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[KVCacheOptions],
@@ -33,7 +33,7 @@ def forward_kvcache(
 def forward_kvcache(
     q: NumPyArray,
     k_cache: NumPyArray,
-    v_cache: NumPyArray,
+    v_cache: NumPyArray | None = None,
     *,
     return_lse: Literal[True],
     **options: Unpack[KVCacheOptions],
@@ -44,7 +44,7 @@ def forward_kvcache(
 def forward_kvcache(
     q: Array,
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None = None,
     *,
     return_lse: Literal[True],
     **options: Unpack[KVCacheOptions],
@@ -55,7 +55,7 @@ def forward_kvcache(
 def forward_kvcache(
     q: Array,
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None = None,
     *,
     return_lse: bool = False,
     **options: Unpack[KVCacheOptions],
@@ -66,8 +66,9 @@ def forward_kvcache(
 def forward_kvcache(
     q: Any,
     k_cache: Any,
-    v_cache: Any,
+    v_cache: Any = None,
     *positional: NoReturn,
+    head_dim_v: int | None = None,
     k_new: Any = None,
     v_new: Any = None,
     cache_seqlens: Any = None,
@@ -109,8 +110,14 @@ def forward_kvcache(
         ``page_table[b, t // page_size]``; the capacity is then page_size *
         max_pages. In the dtype of `q`, or float8_e4m3fn (ml_dtypes), or its
         bytes as uint8, for arrays of a library without float8, such as CuPy.
-    v_cache : array, (batch, capacity, num_heads_kv, head_dim_v)
-        Like `k_cache`. `num_heads_q` is a multiple of `num_heads_kv`.
+    v_cache : array, (batch, capacity, num_heads_kv, head_dim_v), optional
+        Like `k_cache`. `num_heads_q` is a multiple of `num_heads_kv`. If it
+        is a view of k_cache's first columns, or None, a token's value is the
+        beginning of its key, as in latent attention: it is read once, and
+        `k_new` needs no `v_new`.
+    head_dim_v : int, optional
+        Required without `v_cache`: values are ``k_cache[..., :head_dim_v]``,
+        and `k_scale` is their scale too.
     k_new, v_new : array, (batch, seqlen_new, num_heads_kv, head_dim), optional
         Keys and values of new tokens, in the dtype of `q`; `v_new` with
         head_dim_v. They are written to the caches at `cache_seqlens`, which
@@ -268,6 +275,7 @@ def forward_kvcache(
     written = CACHES if writes else OUT
     runner, arrays = open_arrays("forward_kvcache", given, written)
     rank = arrays["q"].ndim
+    arrays = validate_kvcache.with_values(arrays, head_dim_v)
     arrays = validate_kvcache.with_batch(arrays)
     if "cache_seqlens" not in given:
         arrays["cache_seqlens"] = cache_seqlens

@@ -171,6 +171,7 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
     ):
         """The keywords of calls over caches, but for return_lse."""
 
+        head_dim_v: int | None
         k_new: A | None
         v_new: A | None
         cache_seqlens: N | A | None

@@ -39,11 +39,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "q_descale": (None, _FLOAT8),
     "k_descale": (None, _FLOAT8),
     "v_descale": (None, _FLOAT8),
-    "qv": (
-        None,
-        "a second product of queries and values is not supported; append qv "
-        "to q, and v to k, with one softmax_scale and at most 512 columns",
-    ),
     "attention_chunk": (
         0,
         "chunked attention is not supported; pass each chunk as a sequence "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash.flash_attn import arguments
+from cuflash.flash_attn import arguments, value_queries
 from cuflash.torch import attention
 
 
@@ -55,8 +55,10 @@ def flash_attn_func(
     **hopper
         Keywords of FlashAttention-3. ``return_softmax_lse=True`` returns
         ``(out, lse)``; `num_splits` as in `cuflash.forward`, with 0 for the
-        default; `pack_gqa` and `sm_margin` have no effect; others are refused
-        unless they have their default.
+        default; `pack_gqa` and `sm_margin` have no effect. `qv`, (batch,
+        seqlen_q, nheads, headdim of v): scores are Q K^T + Qv V^T, and the
+        default softmax_scale counts the columns of both; copies k and v.
+        Others are refused unless they have their default.
 
     Returns
     -------
@@ -84,14 +86,20 @@ def flash_attn_func(
     (torch.Size([2, 16, 4, 8]), torch.Size([2, 4, 16]))
     """
     used = arguments.hopper(
-        "flash_attn_func", hopper, "num_splits", "return_softmax_lse"
+        "flash_attn_func", hopper, "num_splits", "qv", "return_softmax_lse"
     )
+    arguments.tensor("q", q, arguments.ROWS)
+    arguments.tensor("k", k, arguments.ROWS)
+    arguments.tensor("v", v, arguments.ROWS)
+    if (qv := used.get("qv")) is not None:
+        arguments.tensor("qv", qv, arguments.ROWS)
+        q, k = value_queries.concatenated(q, k, qv, v)
     splits = used.get("num_splits")
     wants_lse = used.get("return_softmax_lse", False)
     out = attention(
-        arguments.tensor("q", q, arguments.ROWS),
-        arguments.tensor("k", k, arguments.ROWS),
-        arguments.tensor("v", v, arguments.ROWS),
+        q,
+        k,
+        v,
         **arguments.masks_and_scores(
             softmax_scale, causal, window_size, alibi_slopes, softcap=softcap
         ),

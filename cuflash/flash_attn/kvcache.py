@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuflash.errors import UnsupportedError, ValueRangeError
-from cuflash.flash_attn import arguments
+from cuflash.flash_attn import arguments, value_queries
 from cuflash.torch import forward_kvcache
 
 
@@ -70,7 +70,11 @@ def flash_attn_with_kvcache(
         Whether to return lse too.
     **hopper
         Keywords of FlashAttention-3, as in `flash_attn_func`. `page_table`
-        is `block_table`. With `cu_seqlens_q`, and `max_seqlen_q` if known,
+        is `block_table`. `qv`, like `q` with the headdim of `v_cache`: scores
+        are Q K^T + Qv V^T. The caches are then copied, unless they are views
+        of rows that hold a value and after it its key, as of latent
+        attention: ``v_cache = rows[..., :512], k_cache = rows[..., 512:]``.
+        With `cu_seqlens_q`, and `max_seqlen_q` if known,
         `q` is packed, (total_q, nheads, headdim); `k` and `v` may be packed
         alike, with `cu_seqlens_k_new` the same tensor.
 
@@ -106,6 +110,7 @@ def flash_attn_with_kvcache(
         "cu_seqlens_q",
         "max_seqlen_q",
         "page_table",
+        "qv",
     )
     pages = arguments.one_of(
         "block_table", block_table, "page_table", used.get("page_table")
@@ -134,15 +139,17 @@ def flash_attn_with_kvcache(
     if "max_seqlen_q" in used:
         longest = arguments.number("max_seqlen_q", used["max_seqlen_q"])
         options["max_seqlen_q"] = longest
-    return forward_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        **options,
-        rotary_interleaved=rotary_interleaved,
-        num_splits=num_splits or None,
-        return_lse=return_softmax_lse,
-    )
+    options |= {
+        "rotary_interleaved": rotary_interleaved,
+        "num_splits": num_splits or None,
+        "return_lse": return_softmax_lse,
+    }
+    if (qv := used.get("qv")) is not None:
+        arguments.tensor("qv", qv, rows if offsets is None else packed)
+        return value_queries.over_caches(
+            q, k_cache, v_cache, qv, offsets, **options
+        )
+    return forward_kvcache(q, k_cache, v_cache, **options)
 
 
 def _check_new(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cuflash.errors import DTypeError, UnsupportedError
-from cuflash.flash_attn import arguments
+from cuflash.flash_attn import arguments, value_queries
 from cuflash.torch import attention, forward_kvcache
 
 
@@ -83,6 +83,7 @@ def flash_attn_varlen_func(
         hopper,
         "num_splits",
         "page_table",
+        "qv",
         "return_softmax_lse",
         "seqused_k",
     )
@@ -99,6 +100,8 @@ def flash_attn_varlen_func(
         "return_lse": return_attn_probs or wants_lse,
     }
     arguments.tensor("q", q, arguments.PACKED)
+    if (qv := used.get("qv")) is not None:
+        arguments.tensor("qv", qv, arguments.PACKED)
     seqused_k = used.get("seqused_k")
     if seqused_k is not None:
         arguments.one_each("seqused_k", seqused_k, cu_seqlens_q.shape[0] - 1)
@@ -110,7 +113,7 @@ def flash_attn_varlen_func(
             "max_seqlen_k", max_seqlen_k
         )
         options["deterministic"] = deterministic
-        out = _over_tokens(q, *keys, **options)
+        out = _over_tokens(q, qv, *keys, **options)
     elif dropout:
         raise UnsupportedError(
             f"dropout_p is {dropout_p} with block_table, expected 0: pages "
@@ -118,7 +121,7 @@ def flash_attn_varlen_func(
         )
     else:
         options["num_splits"] = used.get("num_splits") or None
-        out = _over_pages(q, *keys, page_table=pages, **options)
+        out = _over_pages(q, qv, *keys, page_table=pages, **options)
     return arguments.results(out, return_attn_probs, wants_lse)
 
 
@@ -132,7 +135,13 @@ def _offsets(name: str, given: Any) -> Any:
 
 
 def _over_tokens(
-    q: Any, k: Any, v: Any, cu_seqlens_k: Any, used: Any, **options: Any
+    q: Any,
+    qv: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_k: Any,
+    used: Any,
+    **options: Any,
 ) -> Any:
     """Attention of packed queries over packed keys, of which some are used."""
     arguments.tensor("k", k, arguments.PACKED)
@@ -141,11 +150,19 @@ def _over_tokens(
     if used is not None:
         offsets, token = _used_tokens(offsets, used, k.shape[0])
         k, v = k.index_select(0, token), v.index_select(0, token)
+    if qv is not None:
+        q, k = value_queries.concatenated(q, k, qv, v)
     return attention(q, k, v, cu_seqlens_k=offsets, **options)
 
 
 def _over_pages(
-    q: Any, k: Any, v: Any, cu_seqlens_k: Any, used: Any, **options: Any
+    q: Any,
+    qv: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_k: Any,
+    used: Any,
+    **options: Any,
 ) -> Any:
     """Attention of packed queries over the pages of each sequence."""
     arguments.tensor("k", k, arguments.PAGES)
@@ -153,7 +170,10 @@ def _over_pages(
     if used is None:
         offsets = _offsets("cu_seqlens_k", cu_seqlens_k)
         used = offsets[1:] - offsets[:-1]
-    return forward_kvcache(q, k, v, cache_seqlens=used, **options)
+    options["cache_seqlens"] = used
+    if qv is not None:
+        return value_queries.over_caches(q, k, v, qv, **options)
+    return forward_kvcache(q, k, v, **options)
 
 
 def _used_tokens(offsets: Any, used: Any, total: int) -> tuple[Any, Any]:

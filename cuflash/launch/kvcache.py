@@ -69,16 +69,31 @@ def _recipe(
         decided,
         given,
         taken,
-        ("out", "lse", "k", "v") if cache.seqlen_new else ("out", "lse"),
+        ("out", "lse", *_written(cache)),
         {
             **layouts.row_strides(rows),
             "cache": _numbers(p, cache, taken, options.as_read(signature)),
         },
-        sources={"q": "rotated"} if cache.rotary else {},
+        sources=_sources(cache),
     )
 
 
+def _sources(cache: KVCache) -> dict[str, str]:
+    """The arrays to which pointers of other names lead."""
+    found = {"q": "rotated"} if cache.rotary else {}
+    if cache.latent:
+        found["v"] = "k" if _written(cache) else "k_cache"
+    return found
+
+
 _TOKENS = "q", "k_new", "v_new"
+
+
+def _written(cache: KVCache) -> tuple[str, ...]:
+    """The caches to which tokens are appended, each memory once."""
+    if not cache.seqlen_new:
+        return ()
+    return ("k",) if cache.latent else ("k", "v")
 
 
 def _with_alignment(signature: Signature) -> Problem:

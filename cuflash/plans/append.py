@@ -30,7 +30,7 @@ def append_launches(
     new_tokens = problem.batch * cache.seqlen_new
     if cache.packed_new:
         new_tokens = cache.total_q
-    rows = 2 * new_tokens * problem.num_heads_kv
+    rows = (1 if cache.latent else 2) * new_tokens * problem.num_heads_kv
     if rotary or cache.packed_queries:
         rows += cache.total_q * problem.num_heads_q
     if not rows:

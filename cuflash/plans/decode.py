@@ -185,6 +185,7 @@ def cache_constants(problem: Problem) -> tuple[Constant, ...]:
         ("PACKED_NEW", cache.packed_new),
         ("LEFTPAD", cache.leftpad),
         ("BATCH_IDX", cache.batch_idx),
+        ("LATENT", cache.latent),
         ("PAGE_SIZE", cache.page_size or 0),
         ("Cached", "u8" if is_float8(problem) else element(problem)),
         ("SCALES", scales[cache.scales]),

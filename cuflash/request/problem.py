@@ -80,6 +80,9 @@ class KVCache:
         Of all rows of the caches, in bytes: a power of two, up to
         `ALIGNMENT`.
     rotary : Rotary or None
+    latent : bool
+        Whether v_cache is the memory of k_cache's first columns: a token's
+        value is the beginning of its key.
     """
 
     dtype: str
@@ -96,6 +99,7 @@ class KVCache:
     scales: Literal["head", "page"] | None = None
     alignment: int = 16
     rotary: Rotary | None = None
+    latent: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _NO_GRADIENTS = "attention over caches has no gradients"
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[TorchCacheOptions],
@@ -42,7 +42,7 @@ def forward_kvcache(
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None = None,
     *,
     return_lse: Literal[True],
     **options: Unpack[TorchCacheOptions],
@@ -51,7 +51,7 @@ def forward_kvcache(
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None = None,
     *,
     return_lse: bool,
     **options: Unpack[TorchCacheOptions],
@@ -60,7 +60,7 @@ def forward_kvcache(
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None = None,
     *positional: NoReturn,
     cache_seqlens: int | torch.Tensor | None = None,
     return_lse: bool = False,
@@ -78,7 +78,8 @@ def forward_kvcache(
         On a CUDA device or the CPU.
     k_cache, v_cache : Tensor, (batch, capacity, num_heads_kv, head_dim)
         In the dtype of `q`, or float8_e4m3fn, or its bytes as uint8. With
-        `page_table`, (num_pages, page_size, num_heads_kv, head_dim).
+        `page_table`, (num_pages, page_size, num_heads_kv, head_dim). Without
+        `v_cache`, values are the first `head_dim_v` columns of keys.
     cache_seqlens, return_lse, **options
         As for `cuflash.forward_kvcache`, with tensors for arrays.
 
@@ -143,12 +144,14 @@ def forward_kvcache(
         tensors = _as_in_memory(tensors)
     if autocast.is_on(q):
         for name in ("k_cache", "v_cache"):
-            autocast.check_cache(name, tensors[name])
+            if name in tensors:
+                autocast.check_cache(name, tensors[name])
         for name in ("q", "k_new", "v_new"):
             if name in tensors:
                 tensors[name] = autocast.to_its_dtype(name, tensors[name])
     tensors = validate_kvcache.with_batch(tensors)
-    if is_traced(*(tensors[x] for x in ("q", "k_cache", "v_cache"))):
+    q, k_cache = tensors["q"], tensors["k_cache"]
+    if is_traced(q, k_cache, tensors.get("v_cache", k_cache)):
         result = kvcache_ops.call(tensors, length, return_lse, **numbers)
     else:
         result = no_gradients.run(

@@ -23,9 +23,10 @@ TENSORS = ("q", "k_cache", "v_cache", *_OPTIONAL, "out")
 _NUMBERS = [in_schema(name) for name in KVCACHE if name not in ARRAYS]
 # length takes the place of cache_seqlens where it is an int.
 LIBRARY.define(
-    "forward_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "forward_kvcache(Tensor q, Tensor(a!) k_cache, "
+    "Tensor(b!)? v_cache=None, "
     f"{', '.join(f'Tensor? {name}=None' for name in _OPTIONAL)}, *, "
-    "SymInt? length=None, SymInt? max_seqlen_q=None, "
+    "SymInt? head_dim_v=None, SymInt? length=None, SymInt? max_seqlen_q=None, "
     "bool rotary_interleaved=False, float? scale=None, bool causal=False, "
     f"{', '.join(_NUMBERS)}, SymInt? num_splits=None) -> "
     "(Tensor out, Tensor lse)"
@@ -81,5 +82,9 @@ LIBRARY.impl("forward_kvcache", _autograd_kernel, "Autograd")
 
 
 @torch.library.register_fake("cuflash::forward_kvcache", lib=LIBRARY)
-def _(q: Any, k_cache: Any, v_cache: Any, *_: Any, **__: Any) -> Any:
-    return fake_forward(q, v_cache)
+def _(
+    q: Any, k_cache: Any, v_cache: Any = None, *_: Any, head_dim_v: Any = None,
+    **__: Any,
+) -> Any:  # fmt: skip
+    values = k_cache[..., :head_dim_v] if v_cache is None else v_cache
+    return fake_forward(q, values)

@@ -52,7 +52,7 @@ def run(
             result = (result, lse)
     written = ["k_cache", "v_cache"] if "k_new" in tensors else []
     for name in [*written, "out"] if out is not None else written:
-        if not tensors[name].is_inference():
+        if name in tensors and not tensors[name].is_inference():
             torch.autograd.graph.increment_version(tensors[name])
     if out is not None:
         return (out, result[1]) if return_lse else out
@@ -62,11 +62,21 @@ def run(
 def _call(
     tensors: dict[str, torch.Tensor], length: Any, numbers: dict[str, Any]
 ) -> Call:
+    columns = numbers.pop("head_dim_v", None)
+    tensors = validate_kvcache.with_values(tensors, columns)
+    latent = _are_first_columns(tensors["k_cache"], tensors["v_cache"])
+    if latent and "v_new" in tensors:
+        are_same = "k_new" in tensors and _are_first_columns(
+            tensors["k_new"], tensors["v_new"]
+        )
+        validate_kvcache.check_new_values(are_same)
+        tensors = {x: y for x, y in tensors.items() if x != "v_new"}
     described = [describe(name, x) for name, x in tensors.items()]
     values = (x for item in numbers.items() for x in item)
     signature, places = checked(
-        _check, tuple(described), "by_int", length is not None, *values
-    )
+        _check, tuple(described), "by_int", length is not None,
+        "latent", latent, *values,
+    )  # fmt: skip
     if places.pairs:
         starts = tuple([x.data_ptr() for x in tensors.values()])
         memory.check_pairs(places, starts)
@@ -82,10 +92,22 @@ def _call(
     return call
 
 
-def _check(by_int: bool, **arguments: Any) -> tuple[Signature, memory.Memory]:
+def _are_first_columns(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """As `validate_kvcache.are_first_columns`, of tensors."""
+    return (
+        k.data_ptr() == v.data_ptr()
+        and k.stride() == v.stride()
+        and k.shape[:-1] == v.shape[:-1]
+        and k.shape[-1:] >= v.shape[-1:]
+    )
+
+
+def _check(
+    by_int: bool, latent: bool, **arguments: Any
+) -> tuple[Signature, memory.Memory]:
     arrays = {n: x for n, x in arguments.items() if isinstance(x, Shown)}
     others = {n: x for n, x in arguments.items() if n not in arrays}
-    return validate_kvcache.check_call(arrays, by_int, **others)
+    return validate_kvcache.check_call(arrays, by_int, latent, **others)
 
 
 def _on_cpu(

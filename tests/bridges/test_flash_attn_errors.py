@@ -26,7 +26,6 @@ META = torch.zeros(2, dtype=torch.int32, device="meta")
 FUNC = [
     ({"dropout_p": 0.1, "return_attn_probs": True}, UnsupportedError,
      "return_attn_probs is given with dropout_p 0.1, expected dropout_p 0"),
-    ({"qv": Q}, UnsupportedError, "qv of flash_attn_func is given, expected"),
     ({"q_descale": Q}, UnsupportedError, "float8 queries are not supported"),
     ({"attention_chunk": 4}, UnsupportedError,
      "attention_chunk of flash_attn_func is given, expected 0: chunked"),

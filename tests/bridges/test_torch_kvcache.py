@@ -70,6 +70,18 @@ def copies(given):
     return {name: x.clone() for name, x in given.items()}
 
 
+@pytest.mark.parametrize("is_view", [False, True])
+def test_values_that_are_columns_of_keys(is_view):
+    ours, theirs = tensors(), tensors()
+    for given in (ours, theirs):
+        del given["v_new"]
+        given["v_cache"] = given["k_cache"][..., :6] if is_view else None
+        given |= {"cache_seqlens": 3} | ({} if is_view else {"head_dim_v": 6})
+    got = cuflash.torch.forward_kvcache(**ours)
+    assert_equal(got, on_numpy(cuflash.forward_kvcache, **theirs))
+    assert_equal(ours["k_cache"], theirs["k_cache"])
+
+
 @by_call
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_are_those_of_forward_kvcache(name, dtype):

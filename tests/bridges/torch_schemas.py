@@ -39,16 +39,16 @@ SCHEMAS = {
         "dq, Tensor dk, Tensor dv)"
     ),
     "forward_kvcache": (
-        "cuflash::forward_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) "
-        "v_cache, Tensor? k_new=None, Tensor? v_new=None, Tensor? "
+        "cuflash::forward_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!)? "
+        "v_cache=None, Tensor? k_new=None, Tensor? v_new=None, Tensor? "
         "cache_seqlens=None, Tensor? page_table=None, Tensor? "
         "cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? "
         "cu_seqlens_q=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None,"
         " Tensor? k_scale=None, Tensor? v_scale=None, Tensor? "
-        "alibi_slopes=None, Tensor? sink=None, *, SymInt? length=None, "
-        "SymInt? max_seqlen_q=None, bool rotary_interleaved=False, float? "
-        "scale=None, bool causal=False, SymInt? window_left=None, SymInt? "
-        "window_right=None, float? softcap=None, SymInt? num_splits=None) -> "
-        "(Tensor out, Tensor lse)"
+        "alibi_slopes=None, Tensor? sink=None, *, SymInt? head_dim_v=None, "
+        "SymInt? length=None, SymInt? max_seqlen_q=None, bool "
+        "rotary_interleaved=False, float? scale=None, bool causal=False, "
+        "SymInt? window_left=None, SymInt? window_right=None, float? "
+        "softcap=None, SymInt? num_splits=None) -> (Tensor out, Tensor lse)"
     ),
 }

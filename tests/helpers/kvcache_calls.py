@@ -41,6 +41,8 @@ class KVCase:
     slots : whether there is a cache_batch_idx.
     leftpad : cache_leftpad.
     rotary_dim : None without tables.
+    latent : whether values are the keys' first columns: "no", "yes", or a
+        "view" of them as v_cache.
     scales : of float8 caches: "head" or "page"; None: caches have q's dtype.
     power_of_two : whether the scales are.
     layout : of the caches.
@@ -66,6 +68,7 @@ class KVCase:
     leftpad: tuple[int, ...] | None = None
     rotary_dim: int | None = None
     interleaved: bool = False
+    latent: str = "no"
     scales: str | None = None
     power_of_two: bool = True
     layout: str = "contiguous"
@@ -131,6 +134,10 @@ class KVCase:
         given |= self._caches(rng)
         given |= self._tables(rng)
         given |= self._options(rng)
+        if self.latent != "no":
+            for name in ("v_cache", "v_new", "v_scale"):
+                given.pop(name, None)
+            given["head_dim_v"] = self.head_dim_v
         if self.by_int:
             given["cache_seqlens"] = self.before[0]
         elif self.seqlen_new is not None or any(
@@ -309,11 +316,13 @@ def check(backend, case, **more):
     """Check out, lse and the caches after a call; return out and lse."""
     given = case.arguments()
     results, caches = run(backend, case, case.arguments() | more)
-    for name, cache in zip(CACHES, caches, strict=True):
+    held = dict(zip(CACHES, caches, strict=False))
+    for name, cache in held.items():
         _check_cache(case, given, name, cache)
-    _check_results(
-        case, given, results, dict(zip(CACHES, caches, strict=True))
-    )
+    if case.latent != "no":
+        held["v_cache"] = held["k_cache"][..., : case.head_dim_v]
+        given |= {"v_scale": given["k_scale"]} if case.scales else {}
+    _check_results(case, given, results, held)
     return results
 
 
@@ -324,9 +333,12 @@ def run(backend, case, given):
         name: _place(backend, x) if isinstance(x, np.ndarray) else x
         for name, x in given.items()
     }
+    if case.latent == "view":
+        columns = placed.pop("head_dim_v")
+        placed["v_cache"] = placed["k_cache"][..., :columns]
     with backend.running(case):
         results = cuflash.forward_kvcache(**placed, return_lse=True)
-    caches = [backend.fetch(placed[name]) for name in CACHES]
+    caches = [backend.fetch(placed[x]) for x in CACHES if x in given]
     if case.scales:
         caches = [x.view(FLOAT8) for x in caches]
     return [np.asarray(backend.fetch(x)) for x in results], caches

@@ -711,12 +711,43 @@ def test_out_and_a_cache_are_both_written(cache):
 
 def test_caches_that_share_memory():
     given = growing()
-    given["v_cache"] = given["k_cache"][:]
+    both = zeros(2, 10, 2, 9)
+    given |= {"k_cache": both[..., :8], "v_cache": both[..., 1:]}
     assert complaint(ValueRangeError, given).startswith(
         "k_cache shares memory with v_cache,"
     )
     given = without(given, "k_new", "v_new")
     cuflash.forward_kvcache(**given)  # nothing is written
+
+
+def test_values_that_are_columns_of_keys():
+    """New tokens are keys, whose columns v_new may be."""
+    given = without(growing(), "v_cache", "v_new") | {"head_dim_v": 5}
+    assert cuflash.forward_kvcache(**given).shape == (2, 3, 4, 5)
+    given["v_cache"] = given["k_cache"][..., : given.pop("head_dim_v")]
+    cuflash.forward_kvcache(**given)
+    cuflash.forward_kvcache(**given, v_new=given["k_new"][..., :5])
+    assert complaint(ValueRangeError, {**given, "v_new": given["k_new"] + 1}
+    ).startswith(
+        "v_new is given with a v_cache that is k_cache's first columns, "
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "start"),
+    [
+        ({}, ValueRangeError, "v_cache is None, expected an array, or head"),
+        ({"head_dim_v": 9}, ValueRangeError, "head_dim_v is 9, expected 1 to"),
+        ({"head_dim_v": 2.0}, DTypeError, "head_dim_v is 2.0 of type float,"),
+        ({"head_dim_v": 4, "v_new": zeros(2, 2, 2, 4)}, ValueRangeError,
+         "v_new is given without v_cache, expected None: values are"),
+        ({"head_dim_v": 8, "v_cache": zeros(*CACHE)}, ValueRangeError,
+         "head_dim_v is given with v_cache, expected one of them"),
+    ],
+)  # fmt: skip
+def test_head_dim_of_values_in_keys(changes, error, start):
+    given = without(growing(), "v_cache", "v_new") | changes
+    assert complaint(error, given).startswith(start)
 
 
 def test_caches_may_lie_between_each_other():

@@ -31,7 +31,8 @@ def test_examples_run():
 
 def test_examples_of_the_kvcache_page_run():
     page = (ROOT / "docs/guide/kvcache.md").read_text(encoding="utf-8")
-    decoding, text = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    decoding, text, latent = blocks
     names = {}
     exec(decoding, names)
     assert names["out"].shape == (2, 1, 8, 64)
@@ -42,6 +43,8 @@ def test_examples_of_the_kvcache_page_run():
     again = [names["next_token"](tokens[:n], 0) for n in range(5, 100)]
     assert tokens[5:] == again
     assert len(set(tokens)) > 5
+    exec(latent, names)
+    assert names["out"].shape == (2, 1, 16, 512)
 
 
 def test_examples_of_the_options_page_run():

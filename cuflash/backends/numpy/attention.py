@@ -213,10 +213,15 @@ def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
         options["largest_score"] = LARGEST_FLOAT32
     if p.kvcache and p.kvcache.rotary:
         given |= _rotated(call, options)
+    v_cache: np.ndarray | None = _cache(given["v_cache"])
+    if p.kvcache and p.kvcache.latent:
+        v_cache = None
+        options |= {"head_dim_v": p.head_dim_v}
+        options.pop("v_scale", None)
     out, lse = kvcache.forward_kvcache(
         given["q"],
         _cache(given["k_cache"]),
-        _cache(given["v_cache"]),
+        v_cache,
         k_new=given.get("k_new"),
         v_new=given.get("v_new"),
         **scalars(p),

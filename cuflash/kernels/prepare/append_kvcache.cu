@@ -5,7 +5,8 @@
 //
 // with L_b the tokens before the call. Query i is rotated by L_b + i if ORDERED, else by L_b. A row
 // of float8 is divided by its scale, and what exceeds 448 becomes 448 with its sign. Nothing is
-// written for a sequence whose length, slot or page is invalid.
+// written for a sequence whose length, slot or page is invalid. LATENT: values are the first
+// columns of keys, and written with them.
 //
 // Grid: a warp for each head of a token. First the rows of k_new, then those of v_new, then those
 // of q, if they are rotated or packed:
@@ -140,11 +141,13 @@ append_kvcache(const __grid_constant__ Arguments args) {
         return;
     }
     row -= new_rows;
-    if (row < new_rows) {
-        append_row<false>(args, row, args.v_new, cache.v_new_stride, arrays.v, arrays.v_stride,
-                          args.v_scale, cache.v_scale_stride, shape.head_dim_v);
-        return;
+    if constexpr (!LATENT) {
+        if (row < new_rows) {
+            append_row<false>(args, row, args.v_new, cache.v_new_stride, arrays.v, arrays.v_stride,
+                              args.v_scale, cache.v_scale_stride, shape.head_dim_v);
+            return;
+        }
+        row -= new_rows;
     }
-    row -= new_rows;
     if (row < queries * shape.num_heads_q) prepare_query(args, row);
 }

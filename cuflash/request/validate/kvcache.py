@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ from cuflash.request.validate.scalars import (
 # What checks the table's numbers.
 _CHECKS = {x.name: x.check for x in TABLE if x.check and x.with_caches}
 # (given, needed, why): ValueRangeError for the first without the second.
+_KEY_NEEDS_VALUE = ("k_new", "v_new", "a token has a key and a value")
 _PARTNERS = (
-    ("k_new", "v_new", "a token has a key and a value"),
     ("v_new", "k_new", "a token has a key and a value"),
     ("k_new", "cache_seqlens", "new tokens are appended there"),
     ("rotary_cos", "rotary_sin", "a rotation has a cosine and a sine"),
@@ -87,6 +88,10 @@ def forward_kvcache(
         given["k_new"] = k_new
     if v_new is not None:
         given["v_new"] = v_new
+    latent = are_first_columns(k_cache, v_cache, address)
+    if latent and v_new is not None:
+        check_new_values(are_first_columns(k_new, v_new, address))
+        del given["v_new"]
     by_int = is_int(cache_seqlens)
     if cache_seqlens is not None and not by_int:
         options["cache_seqlens"] = cache_seqlens
@@ -96,6 +101,7 @@ def forward_kvcache(
     signature, memory = check_call(
         arrays,
         by_int,
+        latent,
         max_seqlen_q=max_seqlen_q,
         rotary_interleaved=rotary_interleaved,
         scale=scale,
@@ -115,6 +121,7 @@ def forward_kvcache(
 def check_call(
     arrays: dict[str, Any],
     by_int: bool,
+    latent: bool,
     *,
     max_seqlen_q: Any = None,
     rotary_interleaved: Any = False,
@@ -132,12 +139,15 @@ def check_call(
         All arrays by argument name, `out` among them, q first.
     by_int : bool
         Whether cache_seqlens is an int.
+    latent : bool
+        As of `problem.KVCache`.
     **asked
         The table's numbers.
     """
     return _checked(
         describe(arrays),
         by_int,
+        latent,
         None if max_seqlen_q is None
         else checks.length("max_seqlen_q", max_seqlen_q),
         checks.flag("rotary_interleaved", rotary_interleaved),
@@ -178,6 +188,56 @@ def with_batch(arrays: dict[str, Any]) -> dict[str, Any]:
         if x is not None and x.ndim == ndim - 1:
             views[name] = x[None]
     return views
+
+
+def with_values(arrays: dict[str, Any], head_dim_v: Any) -> dict[str, Any]:
+    """The arrays, of a call without v_cache with the keys' first columns."""
+    if "v_cache" in arrays:
+        if head_dim_v is not None:
+            raise ValueRangeError(
+                "head_dim_v is given with v_cache, expected one of them: "
+                "v_cache tells its head_dim"
+            )
+        return arrays
+    if head_dim_v is None:
+        raise ValueRangeError(
+            "v_cache is None, expected an array, or head_dim_v: values are "
+            "then the first head_dim_v columns of k_cache"
+        )
+    for name in ("v_new", "v_scale"):
+        if name in arrays:
+            raise ValueRangeError(
+                f"{name} is given without v_cache, expected None: values are "
+                "the first columns of k_cache"
+            )
+    k_cache = arrays["k_cache"]
+    width = k_cache.shape[-1] if k_cache.ndim else 1
+    columns = checks.whole("head_dim_v", head_dim_v, 1, width)
+    values = {"v_cache": k_cache[..., :columns]}
+    if "k_scale" in arrays:
+        values["v_scale"] = arrays["k_scale"]
+    return {**arrays, **values}
+
+
+def are_first_columns(k: Any, v: Any, address: Callable[[Any], int]) -> bool:
+    """Whether v is the memory of k's first columns."""
+    return (
+        k is not None
+        and address(k) == address(v)
+        and k.strides == v.strides
+        and k.shape[:-1] == v.shape[:-1]
+        and k.shape[-1:] >= v.shape[-1:]
+    )
+
+
+def check_new_values(are_of_keys: bool) -> None:
+    """Check v_new of a call whose values are the keys' first columns."""
+    if not are_of_keys:
+        raise ValueRangeError(
+            "v_new is given with a v_cache that is k_cache's first columns, "
+            "expected None, or k_new's first columns: a value is written "
+            "with its key"
+        )
 
 
 def is_int(cache_seqlens: Any) -> bool:
@@ -230,6 +290,7 @@ def room(p: Problem, new: int) -> str:
 def _checked(
     seen: tuple[tuple, ...],
     by_int: bool,
+    latent: bool,
     max_seqlen_q: int | None,
     rotary_interleaved: bool,
     scale: float | None,
@@ -246,7 +307,7 @@ def _checked(
         given.add("cache_seqlens")
     if max_seqlen_q is not None:
         given.add("max_seqlen_q")
-    _check_together(given)
+    _check_together(given, latent)
     arrays = CacheArrays(
         tuple(x for x in seen if x[0] in INPUTS),
         packed="cu_seqlens_q" in given,
@@ -298,6 +359,7 @@ def _checked(
             total_q=math.prod(arrays.full["q"][:2]),
             scales=others.scales,
             rotary=rotary,
+            latent=latent,
         ),
         **numbers_asked,
         **fields_of(others.of_heads),
@@ -305,21 +367,28 @@ def _checked(
     signature = Signature(
         problem, arrays.rank, arrays.layouts(), return_lse, options
     )
-    return signature, _memory_of(seen)
+    return signature, _memory_of(seen, latent)
 
 
-def _memory_of(seen: tuple[tuple, ...]) -> Memory:
-    """Results and caches to which tokens are appended share no memory."""
+def _memory_of(seen: tuple[tuple, ...], latent: bool) -> Memory:
+    """Results and caches to which tokens are appended share no memory.
+
+    latent : as of `problem.KVCache`: v_cache is then no other memory.
+    """
     names = [name for name, *_ in seen]
     targets = ("out", *(CACHES if "k_new" in names else ()))
-    written = [i for i, name in enumerate(names) if name in targets]
-    pairs = ((i, j) for i in written for j in range(len(seen)) if i != j)
+    apart = [
+        i for i, name in enumerate(names) if not latent or name != "v_cache"
+    ]
+    written = [i for i in apart if names[i] in targets]
+    pairs = ((i, j) for i in written for j in apart if i != j)
     return memory_of(seen, [*zip(written, written, strict=True), *pairs])
 
 
-def _check_together(given: set[str]) -> None:
+def _check_together(given: set[str], latent: bool) -> None:
     """Check the arguments that require or exclude one another."""
-    for name, needed, why in _PARTNERS:
+    partners = _PARTNERS if latent else (_KEY_NEEDS_VALUE, *_PARTNERS)
+    for name, needed, why in partners:
         if name in given:
             checks.check_partner(name, needed, given, why)
     for name in ("cache_batch_idx", "cache_leftpad"):

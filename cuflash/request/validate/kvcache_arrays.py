@@ -148,9 +148,11 @@ class CacheArrays(Arrays):
             self.check_like_out("out", "v_cache")
         if "k_new" in self.shapes:
             tokens = self.axes_of("k_new")[:2]
-            self.check_same("v_new", tokens, "k_new")
+            if "v_new" in self.shapes:
+                self.check_same("v_new", tokens, "k_new")
             for new, cache in zip(_NEW, CACHES, strict=True):
-                self.check_same(new, ("heads", "head_dim"), cache)
+                if new in self.shapes:
+                    self.check_same(new, ("heads", "head_dim"), cache)
             if self.packed_new:
                 self.check_same("k_new", ("total_q",), "q")
 
