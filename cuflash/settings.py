@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # The families of kernels (plans/record.py).
 FamilyName = Literal[
-    "sm90", "sm80", "decode", "decode_simt", "fma", "mma8_float64",
-    "mma8_float32", "simt",
+    "sm90", "sm80", "decode", "decode_sm90", "decode_simt", "fma",
+    "mma8_float64", "mma8_float32", "simt",
 ]  # fmt: skip
 # What some were called before; still taken.
 FORMER_FAMILIES: dict[str, FamilyName] = {

@@ -59,7 +59,7 @@ def runs(problem: Problem) -> bool:
     )
 
 
-def pays(problem: Problem) -> bool:
+def pays(problem: Problem, device: Device) -> bool:
     """Whether it is faster than the kernels for many queries."""
     return problem.block_q is problem.block_k is None and (
         problem.num_splits is not None or is_short(problem)
@@ -145,7 +145,9 @@ def resident_blocks(
     return max(min(by_registers, by_shared), 1)
 
 
-def _num_splits(problem: Problem, tile: Tile, resident: int) -> int:
+def _num_splits(
+    problem: Problem, tile: Tile, resident: int, key_warps: int
+) -> int:
     """Into how many parts the keys of a row tile are cut.
 
     The blocks that run at once read at the same rate, so the time is the
@@ -162,7 +164,7 @@ def _num_splits(problem: Problem, tile: Tile, resident: int) -> int:
         return waves * (ceil_div(tiles, splits) + 2), splits
 
     most = min(tiles, MAX_SPLITS)
-    fewest = ceil_div(problem.seqlen_k, LONGEST_RUN * tile.num_warps)
+    fewest = ceil_div(problem.seqlen_k, LONGEST_RUN * key_warps)
     return min(range(min(max(fewest, 1), most), most + 1), key=cost)
 
 
@@ -204,7 +206,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
     )  # fmt: skip
-    return split_plan(problem, device, "decode", tile, main, blocks_per_sm)
+    return split_plan(
+        problem, device, "decode", tile, main, blocks_per_sm, tile.num_warps
+    )
 
 
 def split_plan(
@@ -214,15 +218,19 @@ def split_plan(
     tile: Tile,
     main: KernelPlan,
     blocks_per_sm: int,
+    key_warps: int,
 ) -> Plan:
-    """Grid and workspace: see decode/parts.cuh."""
+    """Grid and workspace: see decode/parts.cuh.
+
+    key_warps : warps among which a part's keys are shared.
+    """
     runs = row_tiles(problem, tile.block_q)
     resident = device.num_sms * blocks_per_sm
     if is_balanced(problem):
         runs = splits = blocks = resident
         slots = 2 * blocks
     else:
-        splits = _num_splits(problem, tile, resident)
+        splits = _num_splits(problem, tile, resident, key_warps)
         blocks = slots = runs * splits
     launches: tuple[Launch, ...] = (Launch(main, blocks),)
     buffers: tuple[Buffer, ...] = ()

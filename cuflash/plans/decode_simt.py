@@ -41,7 +41,7 @@ def runs(problem: Problem) -> bool:
     )
 
 
-def pays(problem: Problem) -> bool:
+def pays(problem: Problem, device: Device) -> bool:
     """Whether it is faster than the kernels for many queries.
 
     decode/forward.cu and sm80 have the 16-bit types with other heads.
@@ -184,8 +184,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         part="_simt",
     )  # fmt: skip
     return split_plan(
-        problem, device, "decode_simt", tile, main, blocks_per_sm
-    )
+        problem, device, "decode_simt", tile, main, blocks_per_sm,
+        tile.num_warps,
+    )  # fmt: skip
 
 
 FORWARD = Maker(_forward, _shared, _fits)

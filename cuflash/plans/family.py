@@ -15,6 +15,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.plans import (
     decode,
     decode_simt,
+    decode_sm90,
     fma,
     fma_derivatives,
     mma8,
@@ -70,11 +71,19 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     },
     "sm80": _makers("sm80", sm80, sm80_derivatives),
     "decode": dict.fromkeys(("forward", "kvcache"), decode.FORWARD),
+    "decode_sm90": dict.fromkeys(("forward", "kvcache"), decode_sm90.FORWARD),
     "decode_simt": dict.fromkeys(("forward", "kvcache"), decode_simt.FORWARD),
     "fma": _makers("fma", fma, fma_derivatives),
     "mma8_float64": _makers("mma8_float64", mma8, mma8_derivatives),
     "mma8_float32": _makers("mma8_float32", mma8, mma8_derivatives),
     "simt": _makers("simt", simt, simt_derivatives),
+}
+
+# The families that split keys, the best first.
+_DECODING: dict[FamilyName, ModuleType] = {
+    "decode_sm90": decode_sm90,
+    "decode": decode,
+    "decode_simt": decode_simt,
 }
 
 # What plans sm90's kernels for head dimensions above 256.
@@ -226,26 +235,37 @@ def oldest_of_dtype(problem: Problem) -> int:
 def _decode_family(
     problem: Problem, device: Device, wanted: FamilyName | None
 ) -> FamilyName | None:
-    """The decode kernel for a problem, if any: decode/forward.cu first.
+    """The decode kernel for a problem, if any.
 
-    Needs shared memory for some tile.
+    Without the wanted one, the first that pays or, of a call that only they
+    can compute, the first that runs.
     """
     must_decode = problem.num_splits or problem.kvcache is not None
-    modules: tuple[tuple[FamilyName, ModuleType], ...] = (
-        ("decode", decode), ("decode_simt", decode_simt),
-    )  # fmt: skip
-    for family, module in modules:
-        if (
-            module.runs(problem)
-            and (
-                wanted == family
-                or (must_decode and wanted != "decode_simt")
-                or (wanted is None and module.pays(problem))
+    families = list(_DECODING)
+    if wanted in families:
+        families = families[families.index(wanted) :]
+    for family in families:
+        module = _DECODING[family]
+        if family == wanted:
+            takes = True
+        elif must_decode:
+            takes = family != "decode_sm90" or (
+                wanted in (None, "sm90") and decode_sm90.has_rows(problem)
             )
-            and any(legal_tiles(problem, device, family))
-        ):
+        else:
+            takes = wanted is None and module.pays(problem, device)
+        if takes and _decodes(problem, device, family):
             return family
     return None
+
+
+def _decodes(problem: Problem, device: Device, family: FamilyName) -> bool:
+    """Whether a decode kernel runs a problem, with shared memory for it."""
+    return (
+        _DECODING[family].runs(problem)
+        and (family != "decode_sm90" or device.arch == "sm_90a")
+        and any(legal_tiles(problem, device, family))
+    )
 
 
 def _sm80_runs(problem: Problem, device: Device) -> bool:

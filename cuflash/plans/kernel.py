@@ -158,11 +158,11 @@ class Plan:
     family : str
         ``"sm90"`` (16-bit types, Hopper), ``"sm80"`` (16-bit types, tensor
         cores from sm_80 on), ``"decode"`` (the same for few queries and
-        many keys, forward), ``"decode_simt"`` (the same for other types
-        and wide heads, CUDA cores), ``"fma"`` (float32),
-        ``"mma8_float32"`` (float32 split into TF32 parts, tensor cores),
-        ``"mma8_float64"`` (float64, tensor cores) or ``"simt"`` (everything
-        else; CUDA cores, not optimised).
+        many keys, forward), ``"decode_sm90"`` (more queries, Hopper),
+        ``"decode_simt"`` (few queries of other types and of wide heads, CUDA
+        cores), ``"fma"`` (float32), ``"mma8_float32"`` (float32 split into
+        TF32 parts, tensor cores), ``"mma8_float64"`` (float64, tensor cores)
+        or ``"simt"`` (everything else; CUDA cores, not optimised).
     tile : Tile or None
         None for "merge" and "rotary", which have no tiles.
     launches : tuple of Launch

@@ -79,6 +79,7 @@ FAMILIES: dict[str, Family] = {
         Family("sm90", may_spill=False, loads_by_tma=True),
         Family("sm80", may_spill=False),
         Family("decode", splits_keys=True),
+        Family("decode_sm90", splits_keys=True),
         Family("decode_simt", splits_keys=True, loads="divisors"),
         Family("fma", adds_to_dq=True),
         *(

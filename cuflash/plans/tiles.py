@@ -162,6 +162,15 @@ def _decode() -> Iterator[Tile]:
         yield Tile(q, 16 * warps, warps, num_stages=stages, ptxas_level=3)
 
 
+def _decode_sm90() -> Iterator[Tile]:
+    # A consumer warpgroup per 64 rows, and one producer.
+    for k, stages in product((128, 96, 80, 64), (3, 2)):
+        yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
+    # Two blocks on an SM, each of which hides the other's ends.
+    for blocks, k, stages in product((2, 1), (64, 128, 96, 80), (3, 2)):
+        yield Tile(64, k, 8, blocks, stages, ptxas_level=3)
+
+
 def _decode_simt() -> Iterator[Tile]:
     # A warp per 8, 4, 2 or 1 keys.
     for q, keys, warps in product((8, 4, 2, 1), (8, 4, 2, 1), (4, 8)):
@@ -241,6 +250,8 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ),
     ("decode", "forward"): _decode,
     ("decode", "kvcache"): _decode,
+    ("decode_sm90", "forward"): _decode_sm90,
+    ("decode_sm90", "kvcache"): _decode_sm90,
     ("decode_simt", "forward"): _decode_simt,
     ("decode_simt", "kvcache"): _decode_simt,
     ("fma", "forward"): partial(

@@ -17,8 +17,8 @@ PAGE = tally.FILE.parent / "internals/fuzz.md"
 BLOCK = re.compile(r"^(<!-- fuzz: (\w+) -->\n)(?:\n?(?:\|.*\n)+)?", re.M)
 BACKENDS = "emulator", "gpu", "tests"
 ORDER = (
-    "sm90", "sm80", "decode", "decode_simt", "fma", "mma8_float32",
-    "mma8_float64", "simt",
+    "sm90", "sm80", "decode", "decode_sm90", "decode_simt", "fma",
+    "mma8_float32", "mma8_float64", "simt",
 )  # fmt: skip
 
 

@@ -83,7 +83,8 @@ def _case(rng: np.random.Generator, program: Program, work: Work) -> Case:
     seqlen_q, seqlen_k = (first, second)[:: pick(rng, (1, -1))]
     if program.decodes:
         heads_q = heads_kv * program.group_size
-        seqlen_q = int(rng.integers(1, 5))
+        most = 40 if program.family == "decode_sm90" else 4
+        seqlen_q = int(rng.integers(1, most + 1))
         least = 1 if program.family else FEWEST_KEYS_OF_DECODING
         seqlen_k = int(rng.integers(least, 900))
     if program.direction == "packed":

@@ -37,12 +37,18 @@ ARCHS = {
 }
 # Families to ask for (CUFLASH_FAMILY); None: the device's own.
 FAMILIES = {
-    "16": {None: 9, "simt": 1, "decode": 2, "decode_simt": 1},
+    "16": {
+        None: 9,
+        "simt": 1,
+        "decode": 2,
+        "decode_sm90": 2,
+        "decode_simt": 1,
+    },
     "wide": {None: 4, "simt": 1, "decode_simt": 1},
 }
 # A GPU has one architecture, and so has older families only if asked.
 MMA_OF_GPU = {"sm80": 4}
-OF_DECODING = ("decode", "decode_simt")
+OF_DECODING = ("decode", "decode_sm90", "decode_simt")
 # Small heads are cheap to emulate; the others have other tiles and code.
 FEW_HEAD_DIMS = (8, 16, 16, 32, 40, 64, 64)
 WIDER_THAN_TENSOR_CORES = (264, 320)

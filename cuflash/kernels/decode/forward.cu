@@ -83,7 +83,10 @@ __device__ __forceinline__ void compute_part(
         if constexpr (!LINEAR) lane_rows.apply_score_mod(s, mask, first_key);
         const bool is_masked = rows.masks(mask, first_key, WARP_KEYS);
         Visible visible;
-        if (is_masked) lane_rows.apply_mask(s, visible, mask, first_key);
+        if (is_masked)
+            lane_rows.apply_mask(s, mask, first_key, [&](int i, int j, int x, bool is_visible) {
+                visible[i][j][x] = is_visible;
+            });
         softmax_step<true>(s, softmax, acc, lane_rows.scale_log2);
         if constexpr (DROPOUT) lane_rows.apply_dropout(s, first_key);
         pipeline.apply_v_scales(s, shared.tiles);

@@ -2,10 +2,7 @@
 #pragma once
 #include "sm80/online_softmax.cuh"
 #include "decode/key_rows.cuh"
-#include "decode/row_tile.cuh"
-#include "score/dropout.cuh"
-#include "score/pair_mask.cuh"
-#include "score/score_mod.cuh"
+#include "decode/lane_rows.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32, WARP_KEYS = 16;
 constexpr int M_TILES = BLOCK_Q / 16, S_TILES = WARP_KEYS / 8, O_TILES = HEAD_DIM_V / 8;
@@ -49,74 +46,6 @@ union SharedPlan {
     WarpStates states;                                      // once all tiles have been read
 };
 static_assert(sizeof(SharedPlan) <= SHARED_BYTES, "the plan and the kernel disagree");
-
-// The rows of a lane's fragments: which keys they see, how their scores are made.
-struct LaneRows {
-    struct Row {
-        int query;
-        ScoreMod<float> score_mod;
-        PairMask pair_mask;
-        Dropout<float> dropout;
-        __device__ __forceinline__ Row(const Arguments& args, int batch, int query, int head)
-            : query(query), score_mod(args), pair_mask(args, batch), dropout(args) {
-            score_mod.set_head(args, batch, head);
-            pair_mask.set_head(head);
-            dropout.set_head(batch, head);
-        }
-    };
-    const Arguments& args;
-    const RowTile& rows;
-    float scale_log2;                                       // |scale| log2(e); not LINEAR: log2(e)
-
-    __device__ __forceinline__ LaneRows(const Arguments& args, const RowTile& rows)
-        : args(args), rows(rows), scale_log2(exponent_scale<LINEAR>(args.arrays.scale)) {}
-
-    // Calls f(row, key, i, j, x) for each score s[i][j][x] of the lane.
-    template <class F>
-    __device__ __forceinline__ void for_each(int first_key, F f) const {
-        const int lane = threadIdx.x % 32;
-        #pragma unroll
-        for (int i = 0; i < M_TILES; ++i)
-            #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int r = i * 16 + half * 8 + lane / 4;
-                const Row row(args, rows.sequence.number, rows.query_of(r), rows.head_of(r));
-                #pragma unroll
-                for (int j = 0; j < S_TILES; ++j)
-                    #pragma unroll
-                    for (int x = 0; x < 2; ++x)
-                        f(row, first_key + j * 8 + lane % 4 * 2 + x, i, j, half * 2 + x);
-            }
-    }
-
-    __device__ __forceinline__ void apply_score_mod(
-        Scores& s, const Mask<CAUSAL, WINDOW>& mask, int first_key) const {
-        const int shift = mask.seqlen_k - mask.seqlen_q;
-        for_each(first_key, [&](const Row& row, int key, int i, int j, int x) {
-            s[i][j][x] = row.score_mod.score(
-                s[i][j][x], static_cast<float>(row.query + shift - key), row.query, key);
-        });
-    }
-
-    // S = -inf where the query does not see the key.
-    __device__ __forceinline__ void apply_mask(
-        Scores& s, Visible& visible, const Mask<CAUSAL, WINDOW>& mask, int first_key) const {
-        for_each(first_key, [&](const Row& row, int key, int i, int j, int x) {
-            bool& is_visible = visible[i][j][x];
-            is_visible = mask.visible(row.query, key);
-            if constexpr (PAIRWISE)
-                if (is_visible && row.query < mask.seqlen_q)
-                    is_visible = row.pair_mask.visible(row.query, key);
-            if (!is_visible) s[i][j][x] = -infinity();
-        });
-    }
-
-    __device__ __forceinline__ void apply_dropout(Scores& p, int first_key) const {
-        for_each(first_key, [&](const Row& row, int key, int i, int j, int x) {
-            p[i][j][x] *= row.dropout.z(row.query, key);
-        });
-    }
-};
 
 // The softmax takes |scale|.
 __device__ __forceinline__ void negate_if_needed(Scores& s) {

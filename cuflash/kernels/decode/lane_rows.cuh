@@ -1,0 +1,91 @@
+// The rows of a lane's C fragments in a decode kernel on tensor cores: which keys they see, how
+// their scores are made. s[i][j][x] is of M tiles of 16 rows, N tiles of 8 keys.
+#pragma once
+#include "decode/row_tile.cuh"
+#include "score/dropout.cuh"
+#include "score/pair_mask.cuh"
+#include "score/score_mod.cuh"
+
+struct LaneRows {
+    struct Row {
+        int query;
+        ScoreMod<float> score_mod;
+        PairMask pair_mask;
+        Dropout<float> dropout;
+        __device__ __forceinline__ Row(const Arguments& args, int batch, int query, int head)
+            : query(query), score_mod(args), pair_mask(args, batch), dropout(args) {
+            score_mod.set_head(args, batch, head);
+            pair_mask.set_head(head);
+            dropout.set_head(batch, head);
+        }
+        template <class Mask>
+        __device__ __forceinline__ bool sees(const Mask& mask, int key) const {
+            const bool is_visible = mask.visible(query, key);
+            if constexpr (PAIRWISE)
+                if (is_visible && query < mask.seqlen_q) return pair_mask.visible(query, key);
+            return is_visible;
+        }
+    };
+    const Arguments& args;
+    const RowTile& rows;
+    int first;                                              // the warp's first row in the tile
+    float scale_log2;                                       // |scale| log2(e); not LINEAR: log2(e)
+
+    __device__ __forceinline__ LaneRows(const Arguments& args, const RowTile& rows, int first = 0)
+        : args(args), rows(rows), first(first),
+          scale_log2(exponent_scale<LINEAR>(args.arrays.scale)) {}
+
+    // The lane's row of 16-row tile i: the upper one or, of half 1, the lower.
+    __device__ __forceinline__ int index(int i, int half) const {
+        return first + i * 16 + half * 8 + threadIdx.x % 32 / 4;
+    }
+    __device__ __forceinline__ Row row(int i, int half) const {
+        const int r = index(i, half);
+        return Row(args, rows.sequence.number, rows.query_of(r), rows.head_of(r));
+    }
+
+    // Calls f(row, key, i, j, x) for each score s[i][j][x] of the lane.
+    template <int M, int N, class F>
+    __device__ __forceinline__ void for_each(int first_key, F f) const {
+        const int lane = threadIdx.x % 32;
+        #pragma unroll
+        for (int i = 0; i < M; ++i)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Row of_half = row(i, half);
+                #pragma unroll
+                for (int j = 0; j < N; ++j)
+                    #pragma unroll
+                    for (int x = 0; x < 2; ++x)
+                        f(of_half, first_key + j * 8 + lane % 4 * 2 + x, i, j, half * 2 + x);
+            }
+    }
+
+    template <int M, int N, class Mask>
+    __device__ __forceinline__ void apply_score_mod(
+        float (&s)[M][N][4], const Mask& mask, int first_key) const {
+        const int shift = mask.seqlen_k - mask.seqlen_q;
+        for_each<M, N>(first_key, [&](const Row& row, int key, int i, int j, int x) {
+            s[i][j][x] = row.score_mod.score(
+                s[i][j][x], static_cast<float>(row.query + shift - key), row.query, key);
+        });
+    }
+
+    // S = -inf where the query does not see the key. keep(i, j, x, is_visible): of each pair.
+    template <int M, int N, class Mask, class Keep>
+    __device__ __forceinline__ void apply_mask(
+        float (&s)[M][N][4], const Mask& mask, int first_key, Keep keep) const {
+        for_each<M, N>(first_key, [&](const Row& row, int key, int i, int j, int x) {
+            const bool is_visible = row.sees(mask, key);
+            keep(i, j, x, is_visible);
+            if (!is_visible) s[i][j][x] = -infinity();
+        });
+    }
+
+    template <int M, int N>
+    __device__ __forceinline__ void apply_dropout(float (&p)[M][N][4], int first_key) const {
+        for_each<M, N>(first_key, [&](const Row& row, int key, int i, int j, int x) {
+            p[i][j][x] *= row.dropout.z(row.query, key);
+        });
+    }
+};

@@ -1,0 +1,262 @@
+// Consumer warpgroups of forward_sm90.cu: 64 rows of the row tile each.
+#pragma once
+#include "common/online_softmax.cuh"
+#include "decode/key_rows.cuh"
+#include "decode/lane_rows.cuh"
+#include "decode/results.cuh"
+#include "decode/sm90_shared.cuh"
+
+// Lives in the kernel, so that the accumulators stay in registers.
+struct Fragments {
+    float s[S_COUNT], acc[O_COUNT];
+    u32 p[P_COUNT];
+};
+
+struct Consumer {
+    const Arguments& args;
+    SharedPlan& shared;
+    float (&s)[S_COUNT];                                    // S, then P, of the newest key tile
+    float (&acc)[O_COUNT];
+    u32 (&p)[P_COUNT];                                      // rounded, of the one before
+    float m[2], l[2];                                       // of the lane's two rows
+
+    const int warpgroup = threadIdx.x / WARPGROUP - 1, lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 * 16 - WARPGROUP / 2;     // in the row tile
+    PipelineState<KV_STAGES> k, v;                          // stages of S's tile, of P's
+
+    __device__ __forceinline__ Consumer(
+        const Arguments& args, SharedPlan& shared, Fragments& fragments)
+        : args(args), shared(shared), s(fragments.s), acc(fragments.acc), p(fragments.p) {}
+
+    // O and lse of the rows over a part of their keys. S of a key tile and P V of the one before
+    // are issued together, so that P V runs under the softmax.
+    __device__ __forceinline__ void compute_part(const Part& part) {
+        const RowTile rows(args, part);
+        const LaneRows lane_rows(args, rows, warp_row);
+        const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
+        const TileRange tiles = rows.unhidden(args, rows.key_tiles(mask, part));
+        load_queries(rows);
+        #pragma unroll
+        for (int i = 0; i < O_COUNT; ++i) acc[i] = 0.0f;
+        m[0] = m[1] = -infinity();
+        l[0] = l[1] = 0.0f;
+        if (tiles.first < tiles.end) {
+            first_iteration(rows, lane_rows, mask, tiles.first, part);
+            for (int tile = tiles.first + 1; tile < tiles.end; ++tile)
+                iteration(rows, lane_rows, mask, tile, part);
+            last_gemm_pv();
+        }
+        griddepcontrol_launch_dependents();                 // of finish/merge_parts.cu
+        store(part, rows, lane_rows);
+    }
+
+    // Pingpong: one warpgroup at a time issues its GEMMs, then signals the next one.
+    __device__ __forceinline__ void scheduler_barrier_sync() {
+        barrier_sync(SCHEDULER_BARRIER + warpgroup, SCHEDULER_THREADS);
+    }
+    __device__ __forceinline__ void scheduler_barrier_arrive() {
+        if constexpr (CONSUMER_WARPGROUPS > 1)
+            barrier_arrive(SCHEDULER_BARRIER + (warpgroup + 1) % CONSUMER_WARPGROUPS,
+                           SCHEDULER_THREADS);
+    }
+
+private:
+    // ---- Main loop ----
+
+    template <class Mask>
+    __device__ __forceinline__ void first_iteration(
+        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
+        const Part& part) {
+        pipeline_wait(shared_address(&shared.k_full), k);
+        scheduler_barrier_sync();
+        warpgroup_fence_operand(s);
+        wgmma_fence();
+        gemm_qk();
+        scheduler_barrier_arrive();
+        wgmma_wait<0>();
+        warpgroup_fence_operand(s);
+        release(shared.k_empty, k);
+        float factors[2];
+        const bool is_masked = compute_weights(rows, lane_rows, mask, tile, factors);
+        if (is_masked) add_replaced(lane_rows, mask, tile, part);
+        v = k;
+        k.next();
+        pack_pairs<Element>(p, s);
+    }
+
+    template <class Mask>
+    __device__ __forceinline__ void iteration(
+        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
+        const Part& part) {
+        pipeline_wait(shared_address(&shared.k_full), k);
+        scheduler_barrier_sync();
+        warpgroup_fence_operand(acc);
+        warpgroup_fence_operand(s);
+        wgmma_fence();
+        gemm_qk();
+        pipeline_wait(shared_address(&shared.v_full), v);
+        wgmma_fence();
+        gemm_pv();
+        scheduler_barrier_arrive();
+        wgmma_wait<1>();                                    // P V runs on
+        warpgroup_fence_operand(s);
+        release(shared.k_empty, k);
+        float factors[2];
+        const bool is_masked = compute_weights(rows, lane_rows, mask, tile, factors);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(acc);
+        release(shared.v_empty, v);
+        if (__ballot_sync(WHOLE_WARP, factors[0] != 1.0f || factors[1] != 1.0f) != 0)
+            #pragma unroll
+            for (int i = 0; i < O_COUNT; ++i) acc[i] *= factors[i / 2 % 2];
+        if (is_masked) add_replaced(lane_rows, mask, tile, part);
+        v = k;
+        k.next();
+        pack_pairs<Element>(p, s);
+    }
+
+    __device__ __forceinline__ void last_gemm_pv() {
+        pipeline_wait(shared_address(&shared.v_full), v);
+        warpgroup_fence_operand(acc);
+        wgmma_fence();
+        gemm_pv();
+        wgmma_wait<0>();
+        warpgroup_fence_operand(acc);
+        release(shared.v_empty, v);
+    }
+
+    __device__ __forceinline__ void gemm_qk() {
+        const u32 q_rows = shared_address(&shared.q) + warpgroup * CONSUMER_ROWS * PANEL_ROW_BYTES;
+        gemm_abt_ss<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
+            s, descriptor(q_rows, 0), descriptor(shared_address(&shared.k[k.index]), 0));
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void gemm_pv() {
+        const u32 tile = shared_address(&shared.v[v.index]);
+        gemm_ab_rs<Element, BLOCK_K>(acc, p, descriptor(tile, BLOCK_K * PANEL_ROW_BYTES), true);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void release(
+        u64 (&empty)[KV_STAGES], const PipelineState<KV_STAGES>& stage) {
+        if (lane == 0) mbarrier_arrive(barrier_at(empty, stage.index));
+    }
+
+    // S becomes P, l is updated. factors: what acc is to be multiplied by. Returns whether the tile
+    // is partly masked.
+    template <class Mask>
+    __device__ __forceinline__ bool compute_weights(
+        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
+        float (&factors)[2]) {
+        auto& scores = reinterpret_cast<float (&)[1][S_COUNT / 4][4]>(s);
+        const int first_key = tile * BLOCK_K;
+        if constexpr (!LINEAR) lane_rows.apply_score_mod(scores, mask, first_key);
+        const bool is_masked = rows.masks(mask, first_key, BLOCK_K);
+        if (is_masked)
+            lane_rows.apply_mask(scores, mask, first_key, [](int, int, int, bool) {});
+        const ScaledExp2 exp{lane_rows.scale_log2};
+        float reference[2];
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            reference[half] = raise_max(exp, m[half], l[half], fmaxf(m[half], row_max(half)),
+                                        [&](float factor) { factors[half] = factor; });
+        weigh<S_COUNT>(exp, reference, l, [&](int n) -> float& { return s[n]; });
+        if constexpr (DROPOUT) lane_rows.apply_dropout(scores, first_key);
+        return is_masked;
+    }
+    // The maximum of the lane's row of S.
+    __device__ __forceinline__ float row_max(int half) const {
+        float most = s[half * 2];
+        #pragma unroll
+        for (int i = 0; i < S_COUNT / 4; ++i)
+            most = fmaxf(fmaxf(most, s[i * 4 + half * 2]), s[i * 4 + half * 2 + 1]);
+        return quad_max(most);
+    }
+
+    // acc += P V of the NaN and infinities of a partly masked tile k of V, which the producer
+    // replaced by 0, for rows that see their keys. Reads them from global memory. Slow, rare.
+    template <class Mask>
+    __device__ __forceinline__ void add_replaced(
+        const LaneRows& lane_rows, const Mask& mask, int tile, const Part& part) {
+        pipeline_wait(shared_address(&shared.v_full), k);
+        const u32 (&replaced)[PRODUCER_WARPS] = shared.replaced[k.index];
+        if ((replaced[0] | replaced[1] | replaced[2] | replaced[3]) == 0) return;
+
+        const Pages<Arguments> pages{args, part.sequence.number};
+        const KeyRows values(args, args.arrays.v, args.arrays.v_stride, part.sequence,
+                             part.kv_head);
+        float weights[S_COUNT];                             // in local memory: indexed by key
+        #pragma unroll
+        for (int i = 0; i < S_COUNT; ++i) weights[i] = s[i];
+        const LaneRows::Row of_lane[2] = {lane_rows.row(0, 0), lane_rows.row(0, 1)};
+        const int first_key = tile * BLOCK_K;
+        #pragma unroll 1
+        for (int i = 0; i < BLOCK_K && first_key + i < part.sequence.seqlen_k; ++i) {
+            const int key = first_key + i, page = pages.of_key(key);
+            const int owner = lane / 4 * 4 + i % 8 / 2;     // of the quad, has the pair's P
+            const u16* row = reinterpret_cast<const u16*>(values.row(max(page, 0), key));
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float weight = __shfl_sync(
+                    WHOLE_WARP, weights[i / 8 * 4 + half * 2 + i % 2], owner);
+                if (page >= 0 && of_lane[half].sees(mask, key)) add_nonfinite(row, half, weight);
+            }
+        }
+    }
+    __device__ __forceinline__ void add_nonfinite(const u16* row, int half, float weight) {
+        #pragma unroll
+        for (int i = 0; i < O_COUNT; ++i) {
+            const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            if (i / 2 % 2 != half || column >= args.arrays.shape.head_dim_v) continue;
+            const float value = to_float(Element{row[column]});
+            if (!(fabsf(value) < infinity())) acc[i] += weight * value;
+        }
+    }
+
+    // ---- Queries and results ----
+
+    // The warp's rows of Q; rows past the last become 0. The first barrier: the warpgroup's GEMMs
+    // have read the part before.
+    __device__ __forceinline__ void load_queries(const RowTile& rows) {
+        barrier_sync(QUERY_BARRIER + warpgroup, WARPGROUP);
+        const ForwardArguments& arrays = args.arrays;
+        const u16* q = static_cast<const u16*>(arrays.q);
+        for_each_chunk<16, HEAD_DIM, 32>(lane, [&](int i, int column) {
+            const int row = warp_row + i;
+            const int columns = rows.exists(row) ? arrays.shape.head_dim - column : 0;
+            const int bytes = min(max(columns, 0), CHUNK_ELEMENTS) * 2;
+            cp_async_16_partly(
+                shared_address(&shared.q) + tile_offset<BLOCK_Q>(row, column),
+                q + (bytes > 0 ? rows.offset(arrays.q_stride, row) + column : 0), bytes);
+        });
+        cp_async_commit();
+        cp_async_wait<0>();
+        fence_async_proxy();                                // before wgmma reads
+        barrier_sync(QUERY_BARRIER + warpgroup, WARPGROUP);
+    }
+
+    __device__ __forceinline__ void store(
+        const Part& part, const RowTile& rows, const LaneRows& lane_rows) {
+        const float sums[2] = {quad_sum(l[0]), quad_sum(l[1])};
+        store_row<0>(part, rows, lane_rows.index(0, 0), sums[0]);
+        store_row<1>(part, rows, lane_rows.index(0, 1), sums[1]);
+    }
+    // The lane's columns of one of its rows, whose weights have this sum.
+    template <int HALF>
+    __device__ __forceinline__ void store_row(
+        const Part& part, const RowTile& rows, int row, float sum) {
+        if (!rows.exists(row)) return;
+        const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
+        const float most = natural_max(m[HALF], scale);
+        const Result<float> result(args, part, rows, row, most, sum);
+        if (lane % 4 == 0) {
+            result.store_lse();
+            if (MAX_SCORE) result.store_max_score(most, sum);
+        }
+        #pragma unroll
+        for (int i = 0; i < O_COUNT / 2; ++i) {
+            const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            if (column < args.arrays.shape.head_dim_v)
+                result.store(column, acc[i / 2 * 4 + HALF * 2 + i % 2]);
+        }
+    }
+};
