@@ -7,7 +7,7 @@ from dataclasses import replace
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import Problem
 
-from . import decode
+from . import decode, decode_latent
 from .kernel import Device, Maker, Plan
 from .rounding import round_up
 from .steps import is_linear, kernel_of, tile_bytes
@@ -26,11 +26,15 @@ _FEWEST_ROWS = 65
 
 def runs(problem: Problem) -> bool:
     """Whether the kernel can compute a problem at all, on sm_90a."""
+    if decode_latent.runs(problem):
+        return True
     return decode.runs(problem) and not decode.is_float8(problem)
 
 
 def has_rows(problem: Problem) -> bool:
     """Whether a key head has more rows than decode/forward.cu is fast for."""
+    if decode_latent.runs(problem):  # its head dimensions are too large
+        return True
     return decode.rows_of_head(problem) >= _FEWEST_ROWS
 
 
@@ -71,7 +75,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     rows = 64 if decode.rows_of_head(problem) <= 64 else 128
     used = tile.block_k * 3 // 4 + dv // 2
     most = _MOST_ACCUMULATORS if tile.blocks_per_sm == 1 else 150
-    return tile.block_q == rows and used <= most
+    warps = (tile.block_q // 64 + 1) * 4
+    return tile.block_q == rows and tile.num_warps == warps and used <= most
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
