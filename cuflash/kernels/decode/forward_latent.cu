@@ -39,7 +39,7 @@
 #include "decode/latent_scores.cuh"
 
 // An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups.
-constexpr int PRODUCER_REGISTERS = 56, VALUE_REGISTERS = 160;
+constexpr int PRODUCER_REGISTERS = 80, VALUE_REGISTERS = 160;
 constexpr int SCORE_REGISTERS = 512 - PRODUCER_REGISTERS - 2 * VALUE_REGISTERS;
 
 // Calls compute(work) for each of the block's parts.
