@@ -1,17 +1,18 @@
-"""Train a language model, and let it write with and without a KV cache.
+"""Train a language model, and let it write with a KV cache and with drafts.
 
 Trains a model of the kind that scripts/demo.py trains, but on pieces as long
-as the text that it is to write, then lets it continue a text twice: by
-cuflash.forward_kvcache, where a pass sees one new character, and by
-cuflash.forward, where a pass sees the whole text so far. On the GPU through
-CuPy, or on the CPU through NumPy.
+as the text that it is to write, then lets it continue a text three times: by
+cuflash.forward, where a pass sees the whole text so far; by
+cuflash.forward_kvcache, where a pass sees one new character; and so with
+drafts, where a pass checks a tree of eight characters that a table of n-grams
+guessed. On the GPU through CuPy, or on the CPU through NumPy.
 
     python scripts/generate.py             # about a minute on two CPU cores
     python scripts/generate.py --quick     # seconds
     python scripts/generate.py --tokens 1000
 
 The pieces are that long because the model has one learned embedding per
-position; the demo's own model is not stored. Both draw characters with the
+position; the demo's own model is not stored. All draw characters with the
 same random numbers; attention is in float32, so that rounding almost never
 changes which character is drawn. The exit status is 1 if the texts differ.
 """
@@ -29,6 +30,7 @@ from rich.text import Text
 
 import command_line
 import cuflash
+from demo_parts import drafts
 from demo_parts.device import choose_device
 from demo_parts.generation import Cache, generate, sampler
 from demo_parts.model import Transformer
@@ -38,6 +40,7 @@ from demo_parts.training import train
 
 PROMPT = "The "
 MAX_TOKENS = 8192
+NODES = 8  # of a tree of drafts
 
 
 def sizes(config, seqlen, steps):
@@ -49,23 +52,38 @@ def sizes(config, seqlen, steps):
     return replace(config, seqlen=seqlen, batch=batch, steps=steps)
 
 
-def timed(model, prompt, count, seed, capacity=None):
-    """Return (tokens, logits, seconds); with a cache if capacity is given.
+def timed(write, *given):
+    """What `write` returns, tokens and logits first, and its seconds.
 
-    generate copies each token's logits to the host, so it waits for the GPU.
+    All copy each token's logits to the host, so they wait for the GPU.
     """
     start = time.perf_counter()
-    cache = None if capacity is None else Cache(model, capacity)
-    found = generate(model, prompt, count, sampler(seed), cache)
+    found = write(*given)
     return *found, time.perf_counter() - start
 
 
-def warm_up(model, prompt):
-    """Compile what both need, for short texts and for long ones."""
+def by_cache(model, prompt, count, seed):
+    cache = Cache(model, model.config.seqlen)
+    return generate(model, prompt, count, sampler(seed), cache)
+
+
+def by_whole_text(model, prompt, count, seed):
+    return generate(model, prompt, count, sampler(seed))
+
+
+def by_drafts(model, prompt, count, seed, ngrams):
+    cache = Cache(model, model.config.seqlen + NODES)
+    draw = sampler(seed)
+    return drafts.generate(model, prompt, count, draw, cache, ngrams, NODES)
+
+
+def warm_up(model, prompt, ngrams):
+    """Compile what all need, for short texts and for long ones."""
     config = model.config
     for seqlen in (len(prompt), config.seqlen // 2, config.seqlen):
         model.forward(model.xp.zeros((1, seqlen), np.int32))
-    timed(model, prompt, 2, 0, config.seqlen)
+    by_cache(model, prompt, 2, 0)
+    by_drafts(model, prompt, 2, 0, ngrams)
 
 
 def agreement(cached, whole):
@@ -74,44 +92,50 @@ def agreement(cached, whole):
     The difference is the largest, of all characters that were drawn after
     the same text.
     """
-    (tokens, logits, _), (others, other_logits, _) = cached, whole
+    (tokens, logits, *_), (others, other_logits, *_) = cached, whole
     pairs = zip(tokens, others, strict=True)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
     after = slice(same + 1)
     return same, float(abs(logits[after] - other_logits[after]).max())
 
 
-def show_speed(cached, whole, console):
-    """Print the table; return whether both wrote the same."""
+def show_speed(whole, cached, drafted, console):
+    """Print the table; return whether all wrote the same."""
     count = len(cached[0])
-    console.print("\n[bold]Speed[/] of writing, one character at a time\n")
-    table = plain_table("", "characters", "seconds", "characters/s")
-    for name, (*_, seconds) in (
-        ("with KV cache", cached),
-        ("without", whole),
+    console.print("\n[bold]Speed[/] of writing\n")
+    table = plain_table("", "passes", "seconds", "characters/s")
+    for name, passes, seconds in (
+        ("without a cache", count, whole[-1]),
+        ("with KV cache", count, cached[-1]),
+        ("and drafts", drafted[2], drafted[-1]),
     ):
         table.add_row(
-            name, f"{count:,}", f"{seconds:.2f}", f"{count / seconds:,.0f}"
+            name, f"{passes:,}", f"{seconds:.2f}", f"{count / seconds:,.0f}"
         )
     console.print(Padding(table, (0, 2)))
-    same, difference = agreement(cached, whole)
-    fine = same == count
     console.print(
-        f"\n  The cache is {whole[2] / cached[2]:.1f} times as fast.\n"
-        + (
-            "  [green]Both wrote the same text[/]"
-            if fine
+        f"\n  The cache is {whole[-1] / cached[-1]:.1f} times as fast;"
+        f" a pass over {NODES} drafts writes {count / drafted[2]:.1f}"
+        " characters."
+    )
+    found = [agreement(x, whole) for x in (cached, drafted)]
+    same = min(x for x, _ in found)
+    difference = max(x for _, x in found)
+    console.print(
+        (
+            "  [green]All wrote the same text[/]"
+            if same == count
             else f"  [red]The texts differ from character {same + 1} on[/]"
         )
         + f"; their logits differ by at most {difference:.1e}."
     )
-    return fine
+    return same == count
 
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(
         description="Train a language model like the demo's, and let it write "
-        "with and without a KV cache."
+        "with and without a KV cache, and with drafts."
     )
     parser.add_argument(
         "--tokens",
@@ -173,15 +197,18 @@ def run(options):
     model.config = replace(config, attention_dtype=np.float32)
 
     prompt = corpus.encode(PROMPT).tolist()
-    warm_up(model, prompt)
-    cached = timed(model, prompt, count, options.seed, config.seqlen)
-    whole = timed(model, prompt, count, options.seed)
+    ngrams = drafts.Ngrams(corpus.train)
+    warm_up(model, prompt, ngrams)
+    given = model, prompt, count, options.seed
+    whole = timed(by_whole_text, *given)
+    cached = timed(by_cache, *given)
+    drafted = timed(by_drafts, *given, ngrams)
     console.print("\n[bold]What the model writes[/]\n")
     written = Text(PROMPT, style="dim").append(
         corpus.decode(cached[0]), style="default"
     )
     console.print(Padding(written, (0, 2, 0, 4)))
-    return 0 if show_speed(cached, whole, console) else 1
+    return 0 if show_speed(whole, cached, drafted, console) else 1
 
 
 if __name__ == "__main__":

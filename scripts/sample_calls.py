@@ -292,9 +292,68 @@ def run_shared(name: str, shape: tuple, seed: int) -> None:
     distributed.run_threads(2, of_rank)
 
 
+def run_readouts(name: str, shape: tuple, seed: int) -> None:
+    """Run each readout and its gradients, plain and with all options."""
+    random = np.random.default_rng(seed)
+    q, k, v, _ = inputs(random, name, shape, 2)
+    given = {"causal": shape[-1], **precision_of(name)}
+    each = each_option(random, name, shape, seed)
+    together = {name: x for options in each for name, x in options.items()}
+    for options in ({}, together):
+        options = {**options, **given}
+        _, lse, _ = cuflash.forward(
+            q, k, v, **options, return_lse=True, return_max_score=True
+        )
+        arrays = (q, k, lse)
+        chosen = {"queries": [-1, 0, -1]}
+        ones = cuflash.weights(*arrays, **chosen, keys=[0, -1], **options)
+        cuflash.weights_backward(
+            ones, *arrays, **chosen, keys=[0, -1], **options
+        )
+        cuflash.weights(*arrays, **options)
+        for reduce in ("sum", "max"):
+            asked = {**options, "reduce": reduce, "row_weights": lse}
+            sums = cuflash.weight_sums(*arrays, **asked)
+            cuflash.weight_sums_backward(sums, *arrays, **asked)
+        entropy = cuflash.entropy(*arrays, **options)
+        cuflash.entropy_backward(entropy, *arrays, **options)
+
+
+def near_by_table(score, batch, head, q_idx, kv_idx, *, table):
+    """A user's score, of numbers from a table."""
+    return score * 1.5 + table[head, np.clip(q_idx - kv_idx + 8, 0, 16)]
+
+
+def of_both_parities(batch, head, q_idx, kv_idx):
+    """A user's mask, which intervals cannot decide."""
+    return (q_idx + 2 * kv_idx) % 3 != 0
+
+
+def run_expressions(name: str, shape: tuple, seed: int) -> None:
+    """Run a user's functions, alone and with all options."""
+    random = np.random.default_rng(seed)
+    q, k, v, dout = inputs(random, name, shape, 2)
+    given = {"causal": shape[-1], **precision_of(name)}
+    table = draw(random, np.float32, q.shape[2], 17)
+    functions = {"score_mod": near_by_table, "mask_mod": of_both_parities}
+    given |= {**functions, "mod_arrays": {"table": table}}
+    each = each_option(random, name, shape, seed)
+    together = {name: x for options in each for name, x in options.items()}
+    for options in ({}, together):
+        options = {**options, **given}
+        out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+        for deterministic in (False, True):
+            cuflash.backward(
+                dout, q, k, v, out, lse, **options, return_dmod=("table",),
+                deterministic=deterministic,
+            )  # fmt: skip
+
+
 CALLS = {
     "plain": run,
     "options": run_options,
+    "readouts": run_readouts,
+    "expressions": run_expressions,
     "packed": run_packed,
     "derivatives": run_derivatives,
     "decode": run_decode,
@@ -304,7 +363,9 @@ CALLS = {
 SHAPES_OF = {
     "plain": SHAPES,
     # Only the first ones: a shape takes some 36 kernels.
-    "options": SHAPES[:5],
+    "options": [*SHAPES[:5], SHAPES[-1]],
+    "readouts": [*SHAPES[:4], SHAPES[-1]],
+    "expressions": [*SHAPES[:3], SHAPES[-1]],
     "packed": SHAPES[:5],
     "derivatives": SHAPES[:5],
     "decode": DECODE_SHAPES,

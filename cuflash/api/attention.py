@@ -8,6 +8,7 @@ from cuflash.api import foreign_names
 from cuflash.api.arrays import GRADIENTS, OUT, check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
 from cuflash.api.reads import look_at_functions
+from cuflash.request import traced
 from cuflash.request.options import BACKWARD, FORWARD
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import attention as validate
@@ -530,7 +531,7 @@ def backward(
     )
     check_offsets(call)
     look_at_functions(call, options.get("mask_mod"), asked, arrays)
-    wanted = sorted({*asked.get("return_dmod", ())})
+    wanted = traced.in_slots(asked.get("return_dmod", ()), arrays)
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     runner.finish()
     return (

@@ -102,6 +102,7 @@ def our_names(
     options: tuple[str, ...] = (),
     array: str = "Any",
     like: Callable[..., Any] | None = None,
+    without: tuple[str, ...] = (),
 ) -> Callable[[_Function], _Function]:
     """A decorator for a public call with ``*positional`` and ``**options``.
 
@@ -121,6 +122,8 @@ def our_names(
     like : callable, optional
         A call whose keywords this one takes as ``**options``, in place of
         options of the table. Those that both have are this call's own.
+    without : tuple of str, optional
+        Keywords of `like` that this call does not have.
     """
 
     def register(function: _Function) -> _Function:
@@ -135,6 +138,8 @@ def our_names(
         if like is not None:  # in its order
             first = {x: y for x, y in own.items() if y.kind != y.KEYWORD_ONLY}
             taken = _keywords(like, array)
+            for name in without:
+                del taken[name]
         known = first | taken | own
         _PARAMETERS[call] = tuple(known)
         passed = [x for x in taken if x not in own]
@@ -165,11 +170,15 @@ def _parameter(name: str, array: str) -> inspect.Parameter:
 def _keywords(
     like: Callable[..., Any], array: str
 ) -> dict[str, inspect.Parameter]:
-    """The keywords of a call, for arrays of another type."""
+    """The keywords of a call, for arrays of another type.
+
+    Without functions, which calls of other libraries do not have so far.
+    """
+    traced = {x.name for x in table.TABLE if x.traced}
     return {
         name: x.replace(annotation=array) if x.annotation == "Any" else x
         for name, x in inspect.signature(like).parameters.items()
-        if x.kind is x.KEYWORD_ONLY
+        if x.kind is x.KEYWORD_ONLY and name not in traced
     }
 
 

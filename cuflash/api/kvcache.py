@@ -158,7 +158,10 @@ def forward_kvcache(
         becomes 448 with its sign.
     scale, causal, **options
         As in `forward`, with seqlen_k = n: masks are aligned at the end, so
-        the last query is at the position of the last token.
+        the last query is at the position of the last token. `score_mod` and
+        `mask_mod` get the number of the sequence, the query's among those of
+        the call, and the token's in its sequence, whatever its page, from
+        the first after `cache_leftpad` on.
     num_splits : int, optional
         As in `forward`: into how many parts the keys of a head are cut.
     out : array, optional

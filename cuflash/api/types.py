@@ -77,7 +77,7 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         max_seqlen_k: int | None
 
     class Traced(TypedDict, total=False):
-        """The rows of the option table that only `forward` has."""
+        """The rows of the option table that bridges do not have."""
 
         score_mod: Callable[..., Any] | None
         mask_mod: Callable[..., Any] | None
@@ -156,7 +156,9 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         num_splits: int | None
         deterministic: bool
 
-    class TorchOptions(OptionsOf[torch.Tensor, int], _Attention, total=False):
+    class TorchOptions(
+        OptionsOf[torch.Tensor, int], _Attention, Traced, total=False
+    ):
         """The keywords of `cuflash.torch.attention`, but for return_lse."""
 
     class JaxOptions(
@@ -186,13 +188,24 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         k_scale: A | None
         v_scale: A | None
         num_splits: int | None
-        out: A | None
 
-    class KVCacheOptions(KVCacheOptionsOf[Array, Integers], total=False):
+    class KVCacheOptions(
+        KVCacheOptionsOf[Array, Integers], Traced, total=False
+    ):
         """Those of `forward_kvcache`."""
+
+        out: Array | None
 
     class TorchCacheOptions(KVCacheOptionsOf[torch.Tensor, int], total=False):
         """Those of `cuflash.torch.forward_kvcache`."""
+
+        out: torch.Tensor | None
+
+    class JaxCacheOptions(
+        KVCacheOptionsOf[jax.typing.ArrayLike, int | jax.typing.ArrayLike],
+        total=False,
+    ):
+        """Those of `cuflash.jax.forward_kvcache`."""
 
 
 class RotaryOptions(TypedDict, total=False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+from collections.abc import Mapping
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -18,14 +19,20 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from cuflash.expressions.watch import Watch
 
 _PLAIN = (int, bool, str, bytes, complex, type(None), type(...))
 _LIBRARIES = {
     "numpy", "torch", "cupy", "jax", "math", "operator", "functools", "typing",
 }  # fmt: skip
+# What does not change while its name stands for it.
+_STEADY = (
+    BuiltinFunctionType, MethodType, np.ufunc, np.dtype, type(np.where), type
+)  # fmt: skip
 _LONGEST = 64  # elements that are compared one by one
 _DEEPEST = 8  # of what leads to something
 
@@ -49,13 +56,52 @@ class Same:
         return id(self.value)
 
 
-def fingerprint(function: Any) -> Any:
-    """A key for a function's graph; None if there is none."""
+class Look(Protocol):
+    """Tells what is compared of values that another library knows."""
+
+    def begin(self) -> None:
+        """A function is looked at, from its beginning."""
+
+    def of(self, value: Any) -> Any:
+        """What is compared; `Attributes`; None: not known."""
+
+
+class Attributes(NamedTuple):
+    """What a library's object consists of.
+
+    Attributes
+    ----------
+    identity : object
+        Stands for the object.
+    spaces : tuple of mapping
+        In which its attributes are found, in this order.
+    """
+
+    identity: Any
+    spaces: tuple[Mapping[str, Any], ...]
+
+
+def fingerprint(
+    function: Any, look: Look | None = None, watch: Watch | None = None
+) -> Any:
+    """A key for a function's graph; None if there is none.
+
+    Parameters
+    ----------
+    function : callable
+    look : Look, optional
+    watch : Watch, optional
+        Gets what the key was made of.
+    """
+    watch = watch or Watch()
     code = getattr(function, "__code__", None)
     names = _REACHED.get(code, frozenset())
     try:
         while True:
-            content = _Content(names)
+            if look is not None:
+                look.begin()
+            watch.begin()
+            content = _Content(names, look, watch)
             found = content.of(function, 0)
             if content.names <= names:
                 return found
@@ -95,8 +141,11 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 class _Content:
     """What is compared of values; a value within itself is not again."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(
+        self, names: frozenset[str], look: Look | None, watch: Watch
+    ) -> None:
         self.names = set(names)
+        self._look, self._watch = look, watch
         self._within: set[int] = set()
 
     def of(self, value: Any, depth: int) -> Any:
@@ -120,7 +169,17 @@ class _Content:
 
     def _of(self, kind: type, value: Any, depth: int) -> Any:
         if kind is FunctionType:
+            if value.__closure__ is None and _root(value) in _LIBRARIES:
+                return Same(value)
             return self._of_function(value, depth)
+        if self._look is not None:
+            found = self._look.of(value)
+            if isinstance(found, Attributes):
+                return self._of_attributes(found, depth)
+            if found is not None:
+                return found
+        if kind is not tuple:
+            self._watch.is_possible &= kind in _STEADY
         if kind in (tuple, list):
             return kind, self._several(value, depth)
         if kind is dict:
@@ -149,19 +208,35 @@ class _Content:
             raise _ChangeableError
         return tuple([self.of(x, depth) for x in values])
 
+    def _of_attributes(self, found: Attributes, depth: int) -> Any:
+        """A library's object, by the attributes that codes name."""
+        own: dict[str, Any] = {}
+        for space in found.spaces[::-1]:
+            own |= {x: space[x] for x in self.names if x in space}
+            for name in self.names:
+                self._watch.name(space, name)
+        return found.identity, self._named(own, depth)
+
     def _of_function(self, function: Any, depth: int) -> Any:
         code, space = function.__code__, function.__globals__
         read, names = _names(code)
         self.names |= names
+        self._watch.function(function)
         parts: list[Any] = [code]
         for cell in function.__closure__ or ():
             try:
-                parts.append(self.of(cell.cell_contents, depth))
+                content = cell.cell_contents
             except ValueError:  # not assigned so far
+                self._watch.is_possible = False
                 parts.append(Same(cell))
+                continue
+            self._watch.cell(cell, content)
+            parts.append(self.of(content, depth))
         parts += [self.of(x, depth) for x in function.__defaults__ or ()]
         named = function.__kwdefaults__ or {}
         parts += [(x, self.of(y, depth)) for x, y in named.items()]
+        for name in read:
+            self._watch.name(space, name)
         parts += [(x, self.of(space[x], depth)) for x in read if x in space]
         return tuple(parts)
 
@@ -186,7 +261,11 @@ class _Content:
             own = vars(value)
         else:
             own = self._of_instance(kind, value)
-        return Same(value), tuple([
+        return Same(value), self._named(own, depth)
+
+    def _named(self, own: dict[str, Any], depth: int) -> Any:
+        """The attributes that codes name."""
+        return tuple([
             (name, self.of(x, depth)) for name, x in own.items()
             if name in self.names or name == "__call__"
         ])  # fmt: skip

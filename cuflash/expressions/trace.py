@@ -6,7 +6,9 @@ be recorded raises an `ExpressionError` that names the user's line.
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import functools
 import inspect
 import os
 import sys
@@ -33,9 +35,10 @@ from cuflash.expressions.remember import Same, fingerprint
 # A graph of more nodes is a loop that its author did not mean to unroll.
 MOST_NODES = 2000
 
-# Files of these folders are never the user's.
+# Files of these folders are never the user's: this package's, NumPy's.
 _OURS_AND_THEIRS = tuple(
-    f"{Path(file).parent}{os.sep}" for file in (__file__, np.__file__)
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[1], Path(np.__file__).parent)
 )
 _LIBRARIES = "torch", "jax", "cupy"  # nor theirs, where they are imported
 _POSITIONAL = {
@@ -156,7 +159,7 @@ class Symbol:
             if not (y is None or y is False)
         }  # fmt: skip
         if name in ("max", "min"):  # of two values, else along an axis
-            if len(args) != 2 or not all(isinstance(x, cls) for x in args):
+            if len(args) != 2 or not all(map(_stands_for_one, args)):
                 refuse(
                     f"torch.{name} but of two traced values",
                     f"write torch.{name}imum(a, b)",
@@ -199,9 +202,10 @@ class Symbol:
         """The value as a bool, an int (truncated) or a real."""
         return Symbol(_as_kind(self.node, _kind_of_dtype(dtype)))
 
-    def to(self, dtype: Any, *_: Any, **__: Any) -> Symbol:
-        """As `astype`."""
-        return self.astype(dtype)
+    def to(self, dtype: Any = None, *_: Any, **named: Any) -> Symbol:
+        """As `astype`; a device changes nothing."""
+        dtype = named.get("dtype", dtype)
+        return self if _is_device(dtype) else self.astype(dtype)
 
     def int(self) -> Symbol:
         """As ``astype(int)``."""
@@ -237,11 +241,44 @@ class Symbol:
             refuse("round() to digits", "write np.rint(x * 100) / 100")
         return _called("round", "rint", (self,)).int()
 
-    def clip(self, *bounds: Any, **named: Any) -> Symbol:
-        """As `numpy.clip`."""
-        return _called_with("x.clip", (self, *bounds), named)
+    # PyTorch's methods.
 
-    clamp = clip
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FUNCTIONS_AS_METHODS:
+            raise AttributeError(
+                f"a traced value has no attribute {name!r}", name=name
+            )
+        return functools.partial(_method, name, self)
+
+    @property
+    def dtype(self) -> str:
+        """Its kind: what `astype` takes."""
+        return self.node.kind
+
+    @property
+    def device(self) -> None:
+        """None, where PyTorch's functions take it for the default."""
+
+    def new_zeros(self, *_: Any, **named: Any) -> Symbol:
+        """The number 0, of a dtype."""
+        return self._new(0, named)
+
+    def new_ones(self, *_: Any, **named: Any) -> Symbol:
+        """The number 1, of a dtype."""
+        return self._new(1, named)
+
+    def new_full(self, _: Any, value: Any, **named: Any) -> Symbol:
+        """A number, of a dtype."""
+        return self._new(value, named)
+
+    def new_tensor(self, value: Any, **named: Any) -> Symbol:
+        """A number, of a dtype."""
+        return self._new(value, named)
+
+    def _new(self, value: Any, named: Mapping[str, Any]) -> Symbol:
+        dtype = named.get("dtype")
+        kind = self.node.kind if dtype is None else _kind_of_dtype(dtype)
+        return Symbol(_as_kind(node_of(value, "a new value"), kind))
 
 
 def _operator(symbol: str, name: str) -> tuple[Any, Any]:
@@ -307,7 +344,9 @@ class ArraySymbol:
                 + ", ".join(["i"] * self.kind.ndim)
                 + "]",
             )
-        indices = tuple(self._index(x) for x in key)
+        return self._gather(tuple(self._index(x) for x in key))
+
+    def _gather(self, indices: tuple[Node, ...]) -> Symbol:
         dtype = np.dtype(self.kind.dtype)
         kind: Kind = "real"
         if dtype.kind in "biu":
@@ -356,6 +395,11 @@ for _short in (
 ArraySymbol.__hash__ = None  # type: ignore[assignment]
 
 
+def _stands_for_one(value: Any) -> bool:
+    """Whether an operand of PyTorch's `max` or `min` is one number."""
+    return isinstance(value, Symbol) or getattr(value, "ndim", None) == 0
+
+
 def node_of(value: Any, what: str) -> Node:
     """The node of an operand."""
     # NumPy's scalars pass themselves on as arrays of no axes in comparisons;
@@ -370,6 +414,10 @@ def node_of(value: Any, what: str) -> Node:
         return nodes.constant(value)
     if isinstance(value, ArraySymbol):
         value._used()
+    if _NOW.captured is not None:
+        found = _NOW.captured(value)
+        if found is not None:
+            return found.node
     if getattr(value, "ndim", None) == 0:  # its number may be on a device
         refuse(
             f"{what} is an array without axes",
@@ -403,6 +451,13 @@ def _kind_of_dtype(dtype: Any) -> Kind:
     return "int" if name.startswith(("int", "uint", "long")) else "real"
 
 
+def _is_device(value: Any) -> bool:
+    """Whether PyTorch's `to` gets no dtype."""
+    if isinstance(value, str):
+        return value.partition(":")[0] in ("cpu", "cuda")
+    return value is None or type(value).__name__ == "device"
+
+
 def _as_kind(node: Node, kind: Kind) -> Node:
     if kind == "int" and node.kind == "real":
         return apply("to_int", node)
@@ -418,13 +473,32 @@ class _Recording(threading.local):
         How many operations it has recorded.
     reads : dict of Node to str, or None
         Where it reads arrays; None: nobody asks.
+    captured : callable or None
+        Makes symbols of arrays that are not in `mod_arrays` (`capturing`).
     """
 
     nodes = 0
     reads: dict[Node, str] | None = None
+    captured: Callable[[Any], Symbol | None] | None = None
 
 
 _NOW = _Recording()
+
+
+@contextlib.contextmanager
+def capturing(captured: Callable[[Any], Symbol | None]) -> Iterator[None]:
+    """Take arrays that a function gets from outside as operands.
+
+    Parameters
+    ----------
+    captured : callable
+        The symbol of an array without axes; None of what it is not for.
+    """
+    before, _NOW.captured = _NOW.captured, captured
+    try:
+        yield
+    finally:
+        _NOW.captured = before
 
 
 def _limited(node: Node) -> Symbol:
@@ -535,6 +609,8 @@ def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
         refuse("np.where of a condition alone", "write np.where(c, a, b)")
     if name in ("to", "type", "astype") and len(args) == 2:
         return args[0].astype(args[1])
+    if name in _FILLED:
+        return args[0]._new(*args[1:] or (_FILLED[name],), {})
     reflected = {"rsub": "subtract", "rdiv": "divide", "rtruediv": "divide"}
     if name in reflected:
         return _called(words, reflected[name], tuple(args)[::-1])
@@ -546,12 +622,36 @@ _METHODS = {
     "or": "bitwise_or", "xor": "bitwise_xor", "clamp_min": "maximum",
     "clamp_max": "minimum",
 }  # fmt: skip
+_FILLED = {"zeros_like": 0, "ones_like": 1, "full_like": 0}
 _BOUNDS = {"a_min": "low", "min": "low", "a_max": "high", "max": "high"}
 # For keywords of PyTorch's functions.
 _INSTEAD = {
     "rounding_mode": "write a // b, which rounds down",
     "alpha": "write a + alpha * b",
 }
+
+
+def _method(name: str, x: Symbol, *args: Any, **keywords: Any) -> Symbol:
+    """A function called as a method of its first operand."""
+    kind = _CONVERSIONS.get(name)
+    if kind is not None:
+        return x.astype(kind)
+    if name == "where" and len(args) == 2:  # of x, where the condition holds
+        return _called_with("x.where", (args[0], x, args[1]), keywords)
+    return _called_with(f"x.{name}", (x, *args), keywords)
+
+
+_CONVERSIONS = {
+    "bool": "bool", "long": "int", "short": "int", "double": "float",
+    "half": "float", "bfloat16": "float",
+}  # fmt: skip
+_FUNCTIONS_AS_METHODS = frozenset(
+    (
+        *BY_UFUNC, *LOGICAL, *_METHODS, *_CONVERSIONS,
+        *("clip", "clamp", "square", "reciprocal", "relu", "rsqrt"),
+        *("sigmoid", "where", "type"),
+    )
+)  # fmt: skip
 
 
 def _clip(x: Any, low: Any = None, high: Any = None) -> Symbol:

@@ -36,6 +36,7 @@ except ImportError as error:
     ) from error
 
 from .attention import attention
+from .kvcache import forward_kvcache
 from .merging import merge_states
 from .readouts import entropy, weight_sums, weights
 from .rotary import apply_rotary
@@ -46,6 +47,7 @@ __all__ = [
     "apply_rotary",
     "attention",
     "entropy",
+    "forward_kvcache",
     "merge_states",
     "weight_sums",
     "weights",

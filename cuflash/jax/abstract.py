@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+_ADDRESS_BITS = 44  # of a buffer
 
 
 @dataclass(frozen=True, eq=False)
 class Abstract:
     """A C-contiguous array without data, as `validate` reads arrays.
 
-    XLA's buffers are aligned, so the address counts as 0.
+    XLA's buffers are aligned and share no memory: addresses are far apart.
 
     Attributes
     ----------
@@ -26,7 +29,6 @@ class Abstract:
     shape: tuple[int, ...]
     dtype: np.dtype
     slot: int = -1
-    ptr: int = 0
     device_id: int = 0
 
     @property
@@ -53,6 +55,11 @@ class Abstract:
         return self.dtype.itemsize * math.prod(self.shape)
 
     @property
+    def ptr(self) -> int:
+        """The address that stands for its buffer's."""
+        return (self.slot + 1) << _ADDRESS_BITS
+
+    @property
     def data(self) -> Abstract:
         """The memory, which has the address and the device."""
         return self
@@ -61,3 +68,8 @@ class Abstract:
 def abstract(array: Any, slot: int = -1) -> Abstract:
     """An array, a tracer or an abstract value, without data."""
     return Abstract(tuple(array.shape), np.dtype(array.dtype), slot)
+
+
+def abstract_all(arrays: Mapping[str, Any]) -> dict[str, Abstract]:
+    """The operands of a call, without data, each in a slot of its own."""
+    return {x: abstract(y, i) for i, (x, y) in enumerate(arrays.items())}

@@ -13,7 +13,7 @@ from cuflash.request.options import UNTRACED
 from cuflash.request.problem import strip, strip_lse
 
 from . import batching, calls, cpu, cuda, derivatives  # noqa: F401  (rules)
-from .abstract import abstract
+from .abstract import abstract_all
 from .arguments import check_offsets, equally_varying, full, with_int32
 from .calls import Asked, asked_of
 from .checks import check_array, check_static
@@ -163,7 +163,7 @@ def attention(
 
 
 def _bind(given: dict[str, Any], asked: Asked, return_lse: Any) -> Any:
-    types = {name: abstract(x) for name, x in given.items()}
+    types = abstract_all(given)
     call = calls.forward(tuple(given), asked, return_lse).check(types)
     given = with_int32(given)
     packed = "cu_seqlens_q" in given

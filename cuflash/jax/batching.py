@@ -22,6 +22,7 @@ from .primitives import (
     attention_p,
     gradients_p,
     gradients_tangent_p,
+    kvcache_p,
     readout_p,
     second_gradients_p,
     second_tangent_p,
@@ -93,6 +94,41 @@ def _readout_rule(
     batch = front[at].shape[mapped[at]]
     fold = Fold(size, batch, wrt, jnp.broadcast_to)
     results = bind(*map(fold.joined, names, front, mapped))
+    return [fold.split(x, batch) for x in results], [0] * len(results)
+
+
+# Of `forward_kvcache`: what all sequences share, and what says where each of
+# them is, so that it has no batch of its own.
+_SHARED = frozenset(("rotary_cos", "rotary_sin", "k_scale", "v_scale"))
+_PLACES = frozenset(("page_table", "cache_batch_idx", "cu_seqlens_q"))
+
+
+def _kvcache_rule(
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    names: Names,
+    **params: Any,
+) -> Results:
+    bind = functools.partial(kvcache_p.bind, names=names, **params)
+    mapped = [axis is not None for axis in axes]
+    front = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    moved = {x for x, each in zip(names, mapped, strict=True) if each}
+    joins = _PLACES.isdisjoint(names) and _SHARED.isdisjoint(moved)
+    if not joins or not is_folded(names, mapped, False, ()):
+        results = _one_by_one(bind, front, mapped)
+        return results, [0] * len(results)
+    size = front[mapped.index(True)].shape[0]
+    at = names.index("q")
+    batch = front[at].shape[mapped[at]]
+    fold = Fold(size, batch, (), jnp.broadcast_to)
+    results = bind(*[
+        x if name in _SHARED else fold.joined(name, x, each)
+        for name, x, each in zip(names, front, mapped, strict=True)
+    ])  # fmt: skip
     return [fold.split(x, batch) for x in results], [0] * len(results)
 
 
@@ -225,3 +261,4 @@ for _primitive, _names in (
     )
 batching.primitive_batchers[tangent_p] = _tangent_rule
 batching.primitive_batchers[readout_p] = _readout_rule
+batching.primitive_batchers[kvcache_p] = _kvcache_rule

@@ -17,6 +17,7 @@ from cuflash.request.problem import Call
 from cuflash.request.readout import READOUT_GRADIENTS
 from cuflash.request.validate import attention as validate
 from cuflash.request.validate import derivatives as validate_derivatives
+from cuflash.request.validate import kvcache as validate_kvcache
 from cuflash.request.validate import readouts as validate_readouts
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
 from cuflash.request.vmap import Names
@@ -33,7 +34,7 @@ def asked_of(
     arguments: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> Asked:
     """What differs from its default: arguments of all calls, and options."""
-    checks.flag("deterministic", arguments["deterministic"])
+    checks.flag("deterministic", arguments.get("deterministic", False))
     given = (
         (name, value)
         for name, value in arguments.items()
@@ -60,6 +61,8 @@ class Traced(NamedTuple):
         Those that the primitive returns, in order.
     unread : tuple of str
         Operands that the call does not take.
+    updated : tuple of str
+        Operands that the call writes to, the last of the results.
     """
 
     validate: Callable[..., Call]
@@ -68,6 +71,7 @@ class Traced(NamedTuple):
     returned: Names
     results: Names
     unread: Names = ()
+    updated: Names = ()
 
     def named(self, operands: Collection[Any]) -> dict[str, Any]:
         """The arrays that the call takes, by name."""
@@ -161,6 +165,21 @@ def readout(direction: str, names: Names, asked: Asked) -> Traced:
             results = (*results, "drow_weights")
     check = validate_readouts.by_name(direction)
     return Traced(check, given, names, results, results)
+
+
+def kvcache(names: Names, asked: Asked, return_lse: Any) -> Traced:
+    """`cuflash.forward_kvcache`; caches that get new tokens are results."""
+    return_lse = checks.flag("return_lse", return_lse)
+    returned = ("out", "lse")[: 1 + return_lse]
+    updated = validate_kvcache.CACHES if "k_new" in names else ()
+    return Traced(
+        validate_kvcache.forward_kvcache,
+        dict(asked) | {"return_lse": return_lse},
+        names,
+        returned,
+        (*returned, *updated),
+        updated=updated,
+    )
 
 
 def _without(asked: Asked, names: Collection[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 
 from cuflash.api import attention as api_attention
 from cuflash.api import derivatives as api_derivatives
+from cuflash.api import kvcache as api_kvcache
 from cuflash.api import readout as api_readout
 from cuflash.api import readout_gradients as api_readout_gradients
 from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
@@ -28,6 +29,7 @@ _APIS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "backward": (api_attention, ()),
     "jvp": (api_derivatives, ("q_dot", "k_dot", "v_dot")),
     "double_backward": (api_derivatives, ("ddq", "ddk", "ddv")),
+    "forward_kvcache": (api_kvcache, ()),
     **{x: (api_readout, ()) for x in READOUTS},
     **{x: (api_readout_gradients, ()) for x in READOUT_GRADIENTS},
 }
@@ -54,6 +56,7 @@ def _callback(call: Traced) -> Callback:
             arrays["seed"] = int(arrays["seed"]) % 2**64
         named = zip(call.results, map(np.asarray, results), strict=True)
         into = dict(named)
+        arrays |= {name: into.pop(name) for name in call.updated}
         placed = {name: into[name] for name in in_place if name in into}
         if "chosen" in arrays:  # as `weight_sums` calls flags
             arrays["queries"] = arrays.pop("chosen")
@@ -69,8 +72,16 @@ def _callback(call: Traced) -> Callback:
 
 def _lower(traced: Callable[..., Traced]) -> mlir.LoweringRule:
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
-        run = _callback(traced(**params))
-        call = buffer_callback(run, _types(context.avals_out))
+        made = traced(**params)
+        first = len(made.results) - len(made.updated)
+        call = buffer_callback(
+            _callback(made),
+            _types(context.avals_out),
+            input_output_aliases={
+                made.inputs.index(x): first + i
+                for i, x in enumerate(made.updated)
+            },
+        )
         lower = mlir.lower_fun(call, multiple_results=True)
         return lower(context, *operands)
 

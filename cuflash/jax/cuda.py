@@ -21,7 +21,7 @@ from cuflash.request import options
 from cuflash.request.problem import Call
 from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
 
-from .abstract import Abstract, abstract
+from .abstract import Abstract, abstract_all
 from .calls import Traced
 from .machine import Cuda, Machine
 from .primitives import MADE_BY
@@ -60,8 +60,7 @@ class Program:
     @property
     def types(self) -> list[jax.ShapeDtypeStruct]:
         """What XLA allocates for a call."""
-        created = self.recording.created
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in created]
+        return [_as_made(x) for x in self.recording.created]
 
     @property
     def reads_nothing(self) -> bool:
@@ -97,11 +96,15 @@ class Program:
         return self._recordings.setdefault(index, made)
 
 
+def _as_made(array: Abstract) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
 # ---- Lowering ----
 
 _WIDE = (
     "q", "k", "v", "out", "dout", "q_dot", "k_dot", "v_dot", "ddq", "ddk",
-    "ddv",
+    "ddv", "k_cache", "v_cache", "k_new", "v_new",
 )  # fmt: skip
 
 
@@ -128,16 +131,20 @@ def _call_buffers(
         wide = given["q"].dtype == jnp.float64
         slopes = given["alibi_slopes"]
         given["alibi_slopes"] = slopes.astype("float64" if wide else "float32")
-    types = {
-        name: abstract(x, slot) for slot, (name, x) in enumerate(given.items())
-    }
+    types = abstract_all(given)
     program = Program(run, call.check(types), types, machine)
+    updated = [types[x] for x in call.updated]
     created = buffer_callback(
         program,
-        program.types,
+        program.types + [_as_made(x) for x in updated],
+        input_output_aliases={
+            x.slot: len(program.types) + i for i, x in enumerate(updated)
+        },
         command_buffer_compatible=program.reads_nothing,
     )(*given.values())
-    return dict(zip(call.returned, program.results(created), strict=True))
+    found = dict(zip(call.returned, program.results(created), strict=True))
+    last = created[len(created) - len(updated) :]
+    return found | dict(zip(call.updated, last, strict=True))
 
 
 def _run(direction: str, call: Call, backend: Backend) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from cuflash import settings
 from cuflash.api import foreign_names
 from cuflash.request.validate import merging as validate
 
-from .abstract import abstract
+from .abstract import abstract_all
 from .checks import check_array
 
 
@@ -78,7 +78,7 @@ def merge_states(
     states = validate.states_of(given)
     for name, array in states.items():
         check_array(name, array)
-    types = {name: abstract(array) for name, array in states.items()}
+    types = abstract_all(states)
     validate.merge_states(**types)
     return _merged(*given)
 

@@ -7,6 +7,8 @@
     gradients_tangent: dout', dlse', x'; dout, dlse, x, ... -> dx'
     readout:          q, k, lse, ...       -> its result       `weights`, ...
                       d of it, q, k, lse, ... -> dq, dk, dlse  `*_backward`
+    kvcache:          q, caches, ...       -> out, lse, caches
+                                                          `forward_kvcache`
     second_gradients: ddx; dout, dlse, x, ... -> d2x, ddout, ddlse
                                                           `double_backward`
 
@@ -32,7 +34,7 @@ from cuflash.request.readout import weights_shape
 from cuflash.request.vmap import Names
 
 from . import calls
-from .abstract import abstract
+from .abstract import abstract_all
 from .calls import Traced
 
 
@@ -59,6 +61,7 @@ gradients_p = _primitive("cuflash_attention_gradients")
 gradients_tangent_p = _primitive("cuflash_attention_gradients_tangent")
 second_gradients_p = _primitive("cuflash_attention_second_gradients")
 readout_p = _primitive("cuflash_readout")
+kvcache_p = _primitive("cuflash_forward_kvcache")
 
 
 # ---- Shapes ----
@@ -128,7 +131,7 @@ def _tangent_types(
 def _checked(call: Traced, operands: Any) -> dict[str, Any]:
     """The operands of a call that may be made, by name."""
     given = call.named(operands)
-    call.check({name: abstract(x) for name, x in given.items()})
+    call.check(abstract_all(given))
     return given
 
 
@@ -161,7 +164,7 @@ def _second_gradient_types(
 def _readout_types(*operands: Any, **params: Any) -> list[Any]:
     traced = calls.readout(**params)
     given = traced.named(operands)
-    call = traced.check({name: abstract(x) for name, x in given.items()})
+    call = traced.check(abstract_all(given))
     problem, q, lse = call.problem, given["q"], given["lse"]
     assert problem.readout is not None
     if problem.direction == "weights":
@@ -174,6 +177,19 @@ def _readout_types(*operands: Any, **params: Any) -> list[Any]:
         return [_like(q, lse.shape, lse.dtype)]
     like = (given[x.removeprefix("d")] for x in traced.results)
     return [_like(x, x.shape, x.dtype) for x in like]
+
+
+@kvcache_p.def_abstract_eval
+def _kvcache_types(
+    *operands: Any, names: Names, return_lse: bool, **params: Any
+) -> list[Any]:
+    call = calls.kvcache(names, return_lse=return_lse, **params)
+    given = _checked(call, operands)
+    caches = (given[x] for x in call.updated)
+    return [
+        *_results(given["q"], given["v_cache"], return_lse),
+        *(_like(x, x.shape, x.dtype) for x in caches),
+    ]
 
 
 def _other_platform(context: Any, *operands: Any, **params: Any) -> NoReturn:
@@ -190,6 +206,7 @@ MADE_BY: tuple[tuple[Primitive, Callable[..., Traced]], ...] = (
     (gradients_p, calls.backward),
     (second_gradients_p, calls.second_gradients),
     (readout_p, calls.readout),
+    (kvcache_p, calls.kvcache),
 )
 for _each, _ in MADE_BY:
     mlir.register_lowering(_each, _other_platform)

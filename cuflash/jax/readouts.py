@@ -23,7 +23,7 @@ from cuflash.request.validate import chosen
 from cuflash.request.vmap import Names
 
 from . import calls
-from .abstract import abstract
+from .abstract import abstract_all
 from .arguments import check_offsets, equally_varying, full, with_int32
 from .calls import Asked, asked_of
 from .checks import check_array, check_static, on_host
@@ -272,7 +272,7 @@ def _call(
     given |= _choices(name, choices, given["q"], given["k"])
     asked = asked_of(arguments, numbers)
     of_forward = _for(name, asked)
-    types = {each: abstract(x) for each, x in given.items()}
+    types = abstract_all(given)
     call = calls.readout(name, tuple(given), of_forward).check(types)
     given = with_int32(given)
     rows = given.get("row_weights")

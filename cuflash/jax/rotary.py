@@ -13,7 +13,7 @@ from cuflash.api import foreign_names
 from cuflash.request.problem import Call
 from cuflash.request.validate import rotary as validate
 
-from .abstract import abstract
+from .abstract import abstract_all
 from .checks import check_array, check_static, on_host
 
 
@@ -80,7 +80,7 @@ def apply_rotary(
         check_array(name, array)
     for name, value in flags.items():
         check_static(name, value)
-    types = {name: abstract(array) for name, array in given.items()}
+    types = abstract_all(given)
     call = validate.apply_rotary(**types, **flags)
     values = None if positions is None else on_host(positions)
     if values is not None:

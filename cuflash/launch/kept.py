@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from cuflash.backends.base import Backend
 from cuflash.launch.recipe import Recipe
 from cuflash.launch.run import run
@@ -31,7 +29,7 @@ def run_keeping(
     if memory is not None:
         run(keeps.again, call, backend, results, memory)
         return
-    memory = tuple(backend.empty((n,), np.uint8) for n in keeps.nbytes)
+    memory = tuple(backend.empty((n,), "uint8") for n in keeps.nbytes)
     run(recipe, call, backend, results, memory)
     if queue is not None:  # not before: a launch may raise
         call.kept.put(key, memory)

@@ -184,6 +184,7 @@ DIRECTIONS: dict[str, tuple[str, tuple[Part, ...]]] = {
                 ),
                 (("OptionNumbers", "options"), ("KVCacheNumbers", "cache")),
             ),
+            _EXPRESSION,
             Part("", *_SPLIT),
         ),
     ),

@@ -345,6 +345,7 @@ ForwardKVCacheArguments = _composed(
     "arrays.k and arrays.v are the caches; their batch strides are from slot"
     " to slot, or page to page.\narrays.q is q_given, or rotated.",
 )
+ForwardKVCacheExpressionArguments = _composed("kvcache", "expression")
 
 TensorMap = described(
     "TensorMap",

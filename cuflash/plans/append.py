@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cuflash.request.options import acts
 from cuflash.request.problem import ALIGNMENT, Problem
 
 from .kernel import Constant, Launch
@@ -43,7 +42,7 @@ def append_launches(
         ("Table", ELEMENTS.get(table, table)),
         ("HAS_NEW", cache.seqlen_new > 0),
         ("ROTARY", rotary is not None),
-        ("ORDERED", problem.causal or "tiles" in acts(problem)),
+        ("ORDERED", problem.causal or "window" in problem.options),
         arguments(problem, "decode"),
         *constants,
     )

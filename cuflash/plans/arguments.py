@@ -46,8 +46,9 @@ def parts_of(p: Problem, family: Family) -> set[str]:
 
 def struct_name(direction: str, parts: Collection[str]) -> str:
     """The name of a direction's struct that has these parts."""
-    if direction == "kvcache":  # it has all of them, or no use for them
-        return "ForwardKVCacheArguments"
+    own = _WORDS["expression"] * ("expression" in parts)
+    if direction == "kvcache":  # it has all others, or no use for them
+        return f"ForwardKVCache{own}Arguments"
     if direction in (*READOUTS, *READOUT_GRADIENTS):  # they share them
         direction = "readout"
     words = [word for part, word in _WORDS.items() if part in parts]

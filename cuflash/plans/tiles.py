@@ -306,7 +306,7 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     **_readout_gradients("fma", (64, 32), (4, 2)),
     **_readout_gradients("mma8_float64", (64, 32, 16), (4, 2, 1)),
     **_readout_gradients("mma8_float32", (64, 32, 16), (4, 2, 1)),
-    **_readout_gradients("simt", (32, 16, 8), (4, 2, 1)),
+    **_readout_gradients("simt", (32, 16, 8), (4, 2, 1, 8)),
 }  # fmt: skip
 
 

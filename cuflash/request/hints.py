@@ -36,7 +36,9 @@ _BY_CALL = {
         "create_graph=True",
         "jax.vjp of jax.grad of cuflash.jax.attention",
     ),
-    "forward_kvcache": Bridges("cuflash.torch.forward_kvcache", ""),
+    "forward_kvcache": Bridges(
+        "cuflash.torch.forward_kvcache", "cuflash.jax.forward_kvcache"
+    ),
     "merge_states": Bridges(
         "cuflash.torch.merge_states", "cuflash.jax.merge_states"
     ),
@@ -88,13 +90,6 @@ def tracer(call: str) -> str:
 
 def missing(bridge: str, name: str) -> str:
     """What to write for a call of cuflash that a bridge does not have."""
-    if (bridge, name) == ("jax", "forward_kvcache"):
-        return (
-            ": it writes to its caches, and a JAX array cannot be written; "
-            "keep keys and values with jax.lax.dynamic_update_slice and mask "
-            "what is not filled, or call cuflash.forward_kvcache with CuPy or "
-            "NumPy arrays"
-        )
     found = _BY_CALL.get(name)
     written = getattr(found, bridge) if found else ""
     return f": write {written}" if written else ""

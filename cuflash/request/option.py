@@ -89,8 +89,8 @@ class Option:
     with_caches : bool
         Whether `cuflash.forward_kvcache` has it too.
     traced : bool
-        Whether it is a function of the user's or belongs to one: only
-        `cuflash.forward` and `cuflash.backward` have it so far.
+        Whether it is a function of the user's or belongs to one: bridges do
+        not have it so far.
     hint : str
         The type of the argument, for signatures; an array option's is that
         of the call's arrays.

@@ -184,6 +184,7 @@ TABLE = (
         part_of="score_mod",
         acts="adds",
         flag="SCORE_MOD",
+        with_caches=True,
         traced=True,
         hint="Callable[..., Any] | None",
     ),
@@ -193,10 +194,16 @@ TABLE = (
         acts="tiles",
         flag="MASK_MOD",
         no_order=("sm90",),
+        with_caches=True,
         traced=True,
         hint="Callable[..., Any] | None",
     ),
-    Option("mod_arrays", traced=True, hint="Mapping[str, Any] | None"),
+    Option(
+        "mod_arrays",
+        with_caches=True,
+        traced=True,
+        hint="Mapping[str, Any] | None",
+    ),
     Option(
         "return_dbias",
         check=checks.flag,
@@ -249,6 +256,7 @@ MOVED = ("q", "k", "v", *DIFFERENTIABLE)
 FORWARD = tuple(x.name for x in TABLE if not x.of_gradients)
 BACKWARD = tuple(BY_NAME)
 UNTRACED = tuple(x for x in FORWARD if not BY_NAME[x].traced)
+TRACED = frozenset(x.name for x in TABLE if x.traced)
 KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
 
 

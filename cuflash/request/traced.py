@@ -8,10 +8,11 @@ names. Numbers travel as values, which differ from call to call.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import numbers
 import struct
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,23 @@ def named(name: str) -> str:
     return f"mod_arrays[{name!r}]"
 
 
+def is_named(name: str) -> bool:
+    """Whether a call's argument is an array of `mod_arrays`."""
+    return name.startswith(_MARK)
+
+
+def name_of(argument: str) -> str:
+    """The name in `mod_arrays` of an array, from that of `named`."""
+    return argument[len(_MARK) + 1 : -2]
+
+
+class BySlot(dict[str, Any]):
+    """`mod_arrays` in the order of the slots of recorded graphs."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
 _NUMBERS = frozenset((bool, int, float))
 _NO_BITS = (0,) * MOST
 
@@ -47,6 +65,11 @@ _NO_BITS = (0,) * MOST
 def slot(index: int) -> str:
     """What the signature calls it."""
     return f"mod_arrays[{index}]"
+
+
+def is_slot(name: str) -> bool:
+    """Whether it is such a name, among those that signatures have."""
+    return name.startswith(_MARK)
 
 
 def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -58,7 +81,8 @@ def parted(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     values: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
-    for name in sorted(given, key=str):
+    in_order = given if isinstance(given, BySlot) else sorted(given, key=str)
+    for name in in_order:
         value = given[name]
         if not isinstance(name, str) or not name.isidentifier():
             raise DTypeError(
@@ -109,13 +133,16 @@ _ROLES = "score_mod", "mask_mod"
 def recorded(options: Mapping[str, Any]) -> Recorded:
     """Record the functions among a call's options.
 
+    In their place may be graphs that were recorded before, with the arrays
+    and numbers of their slots.
+
     Raises
     ------
     ExpressionError, DTypeError, ValueRangeError, UnsupportedError
     """
     functions = [(x, options[x]) for x in _ROLES if x in options]
     values = options.get("mod_arrays", {})
-    arrays = {x: y for x, y in options.items() if x.startswith(_MARK)}
+    arrays = {x: y for x, y in options.items() if is_named(x)}
     if not functions:
         if values or arrays or options.get("return_dmod"):
             raise ValueRangeError(
@@ -126,15 +153,14 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     given, unread, values_of = _given(*_kinds_of(options))
     found: list[tuple[str, Any]] = []
     for role, function in functions:
+        if isinstance(function, Node):
+            found.append((role, function))
+            unread = frozenset()
+            continue
         graph, read = trace.recorded(function, role, given)
         found.append((role, graph))
         unread = unread - read
-    if unread:
-        name = min(unread)
-        raise ExpressionError(
-            f"mod_arrays has {name!r}, which neither function names:"
-            f" add it to the keyword arguments, def f(..., *, {name})"
-        )
+    check_read(unread)
     found += values_of
     if options.get("return_dmod"):
         wanted = _slots(options["return_dmod"], given, "score_mod" in options)
@@ -146,9 +172,25 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     )
 
 
+def taken(options: dict[str, Any]) -> Recorded:
+    """Record the functions among a call's options, and take them out.
+
+    The arrays that they read stay, by slot.
+    """
+    found = recorded(options)
+    if found.fields:
+        for name in (*_ROLES, "mod_arrays"):
+            options.pop(name, None)
+        for i, name in enumerate(found.names):
+            options[slot(i)] = options.pop(name)
+    return found
+
+
 def place_of_read(options: Mapping[str, Any], role: str, gather: Node) -> str:
     """The user's file and line that read an array, and the array's name."""
     given = _given(*_kinds_of(options))[0]
+    if isinstance(options[role], Node):
+        return f"{role}: {named(given.arrays[gather.value[0]][0])}"
     place = trace.place_of_read(options[role], role, given, gather)
     return f"{place}: {named(given.arrays[gather.value[0]][0])}"
 
@@ -157,7 +199,7 @@ def _kinds_of(
     options: Mapping[str, Any],
 ) -> tuple[tuple[tuple, ...], tuple[tuple[str, type], ...]]:
     """The arguments of `_given`."""
-    arrays = {x: y for x, y in options.items() if x.startswith(_MARK)}
+    arrays = {x: y for x, y in options.items() if is_named(x)}
     values = options.get("mod_arrays", {})
     return (
         tuple([(n, x.dtype, x.shape, x.strides) for n, x in arrays.items()]),
@@ -190,6 +232,30 @@ def _checked(name: str, value: Any) -> Any:
 
 
 _KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "real"}
+
+
+def check_read(unread: Iterable[str]) -> None:
+    """Raise ExpressionError for names that neither function has."""
+    for name in sorted(unread):
+        raise ExpressionError(
+            f"mod_arrays has {name!r}, which neither function names:"
+            f" add it to the keyword arguments, def f(..., *, {name})"
+        )
+
+
+def given_of(
+    arrays: tuple[tuple, ...], values: tuple[tuple[str, type], ...]
+) -> tuple[trace.Given, frozenset[str]]:
+    """What functions are recorded with, and all names in it.
+
+    Parameters
+    ----------
+    arrays : tuple of (str, dtype, shape, strides)
+        By the names of `named`, in the order of their slots.
+    values : tuple of (str, type)
+        The numbers.
+    """
+    return _given(arrays, values)[:2]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -226,10 +292,10 @@ def _given(
             )
         # The last axis alone: it is one in a copy, too.
         unit = (len(shape) - 1,) if strides[-1:] == (known.itemsize,) else ()
-        inner = name[len(_MARK) + 1 : -2]
-        kinds.append((inner, trace.ArrayKind(known.name, len(shape), unit)))
+        kind = trace.ArrayKind(known.name, len(shape), unit)
+        kinds.append((name_of(name), kind))
     given = trace.Given(
-        tuple(kinds), tuple((name, _KINDS[kind]) for name, kind in values)
+        tuple(kinds), tuple((name, _KINDS[x]) for name, x in values)
     )
     fields: list[tuple[str, Any]] = []
     if kinds:
@@ -277,6 +343,56 @@ def _slots(
 
 def _as_numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
+
+
+def gradients_of(read: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The option that asks for the gradients of arrays, and its value.
+
+    Parameters
+    ----------
+    read : sequence of str
+        By the names of `named`.
+    """
+    return "return_dmod", tuple(map(name_of, read))
+
+
+def by_slots(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arrays, those of `mod_arrays` by slot, from those of `named`.
+
+    They are in the order of slots.
+    """
+    slots = map(slot, itertools.count())
+    return {next(slots) if is_named(x) else x: y for x, y in arrays.items()}
+
+
+def of_slots(
+    arrays: Mapping[str, Any], names: Iterable[str], values: Sequence[Any]
+) -> dict[str, Any]:
+    """The option for arrays and numbers of recorded graphs.
+
+    Parameters
+    ----------
+    arrays : mapping
+        By the names of `named`, in the order of slots.
+    names, values : iterable, sequence
+        Of numbers.
+    """
+    found = BySlot({name_of(x): y for x, y in arrays.items()})
+    found.update(zip(names, values, strict=True))
+    return {"mod_arrays": found}
+
+
+def in_slots(wanted: Sequence[str], arrays: Mapping[str, Any]) -> list[str]:
+    """Names of arrays whose gradients are wanted, in the order of slots.
+
+    Parameters
+    ----------
+    wanted : sequence of str
+    arrays : mapping
+        A call's arrays; those of `mod_arrays` by the names of `named`.
+    """
+    names = {*map(named, wanted)}
+    return [name_of(x) for x in arrays if x in names]
 
 
 def array_numbers(

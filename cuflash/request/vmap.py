@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuflash.request.options import TABLE
+from cuflash.request.traced import is_named
 
 Names = tuple[str, ...]
 
@@ -31,7 +32,7 @@ _WHOLE |= {"keys", "heads"}
 
 
 def is_folded(
-    inputs: Names, mapped: Sequence[bool], has_dropout: bool, wrt: Names
+    inputs: Names, mapped: Sequence[bool], of_batch: bool, wrt: Names
 ) -> bool:
     """Whether the mapped axis can join batch.
 
@@ -41,13 +42,19 @@ def is_folded(
         The names of the operands; a tangent has the name of what it moves.
     mapped : sequence of bool
         Which of them have the mapped axis.
-    has_dropout : bool
+    of_batch : bool
+        Whether weights depend on the index in a batch, as with dropout.
     wrt : tuple of str
         The arrays that are differentiated.
     """
     own = {x for x, is_mapped in zip(inputs, mapped, strict=True) if is_mapped}
-    by_index = has_dropout or not _PACKS.isdisjoint(inputs)
-    return not by_index and _WHOLE.isdisjoint((*own, *wrt))
+    by_index = of_batch or not _PACKS.isdisjoint(inputs)
+    return not by_index and not any(map(_is_whole, (*own, *wrt)))
+
+
+def _is_whole(name: str) -> bool:
+    """Whether an operand has no batch axis."""
+    return name in _WHOLE or is_named(name)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Fold:
 
     def joined(self, name: str, x: Any, is_mapped: bool) -> Any:
         """An operand for ``size * batch`` sequences."""
-        if name in _WHOLE:
+        if _is_whole(name):
             return x
         if not is_mapped:
             if self._is_shared(name, x):

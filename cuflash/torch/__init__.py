@@ -28,6 +28,8 @@ except ImportError as error:
 from . import fakes as _fakes  # noqa: F401  registers fake kernels
 from . import op_gradients as _op_gradients  # noqa: F401  and gradients
 from .attention import attention
+from .block_mask import BlockMask, create_block_mask
+from .flex import flex_attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
 from .merging import merge_states
@@ -37,10 +39,13 @@ from .rotary import apply_rotary
 from .sdpa import scaled_dot_product_attention
 
 __all__ = [
+    "BlockMask",
     "apply_rotary",
     "attention",
+    "create_block_mask",
     "distributed_attention",
     "entropy",
+    "flex_attention",
     "forward_kvcache",
     "merge_states",
     "register_transformers",

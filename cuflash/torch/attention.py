@@ -12,10 +12,11 @@ from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
 from cuflash.errors import UnsupportedError
 from cuflash.request import checks
-from cuflash.request.options import ARRAYS, DIFFERENTIABLE, UNTRACED
+from cuflash.request.options import ARRAYS, DIFFERENTIABLE, FORWARD, TRACED
 
-from . import autocast, random, transforms
+from . import autocast, functions, random, transforms
 from .checks import check_tensors, have_tangents
+from .functions import Functions
 from .gradients import Attention
 from .ops import attention as by_operator
 from .request import Request
@@ -58,7 +59,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[TorchOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names(_NAME, UNTRACED, "torch.Tensor | None")
+@foreign_names.our_names(_NAME, FORWARD, "torch.Tensor | None")
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -135,11 +136,15 @@ def attention(
     >>> out.shape
     torch.Size([2, 16, 4, 8])
     """
-    given = None
+    given = own = None
     arrays: dict[str, Any] = {}
     if options or positional:
         numbers, arrays = split_options(_NAME, options, positional)
+        if not TRACED.isdisjoint(numbers):
+            own = functions.taken(numbers, arrays, q)
         given = numbers | arrays
+        if own is not None:
+            arrays |= own.arrays
     if torch.are_deterministic_algorithms_enabled():
         bias = options.get("bias")
         deterministic = deterministic or not _only_warns(bias)
@@ -161,7 +166,7 @@ def attention(
         q, k, v, given = autocast.cast(q, k, v, given)
     with_grad = False
     if (given or not compiling) and not transformed:
-        with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given)
+        with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given, own)
     if compiling or (not transformed and is_traced(q, k, v)):
         return by_operator(
             q, k, v, return_lse, given,
@@ -178,7 +183,7 @@ def attention(
         given["seed"] = random.draw()
     request = Request(
         scale, causal, block_q, block_k, precision, num_splits, deterministic,
-        given,
+        given, own,
     )  # fmt: skip
     if transformed:
         wanted = checks.flag("return_lse", return_lse)
@@ -186,7 +191,7 @@ def attention(
     if with_grad:
         return Attention.apply(
             request, checks.flag("return_lse", return_lse), q, k, v,
-            *map(request.tensors.get, DIFFERENTIABLE),
+            *map(request.tensors.get, request.moved),
         )  # fmt: skip
     results = request.forward(q, k, v, return_lse)
     return results if return_lse else results[0]
@@ -214,9 +219,13 @@ def needs_grad(
     k: torch.Tensor,
     v: torch.Tensor,
     given: dict[str, Any] | None,
+    own: Functions | None = None,
 ) -> bool:
     """Whether an input requires grad; UnsupportedError if one may not."""
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    if own is not None:
+        moved = (own.arrays[x] for x in own.graphs.moved)
+        wanted = wanted or any(x.requires_grad for x in moved)
     if not given:
         return wanted
     for name in ARRAYS:

@@ -54,7 +54,7 @@ class Static:
     names : tuple of str
         Of the options' tensors, which follow the other tensors.
     wanted : tuple of str
-        Those of DIFFERENTIABLE whose gradients are results.
+        Those of `Request.moved` whose gradients are results.
     several : bool
         Whether tangents have an axis of directions before the others.
     """
@@ -65,9 +65,9 @@ class Static:
     several: bool = False
 
     @property
-    def has_dropout(self) -> bool:
+    def of_batch(self) -> bool:
         """Whether weights depend on the index in a batch."""
-        return "dropout" in self.request.scalars
+        return "dropout" in self.request.scalars or self.request.of_batch
 
     def by_name(self, others: Any) -> dict[str, Any]:
         """The options' tensors."""
@@ -79,7 +79,7 @@ class Static:
         named |= dict(zip(self.names, of_others, strict=True))
         moved = {name: x for name, x in named.items() if x is not None}
         for name in moved:
-            if name not in MOVED:
+            if name not in MOVED and name not in self.request.moved:
                 known = f"{', '.join(MOVED[:-1])} or {MOVED[-1]}"
                 raise UnsupportedError(
                     f"{name} is differentiated, expected {known}: pass "

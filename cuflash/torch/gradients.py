@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cuflash.request.options import DIFFERENTIABLE
-
 from .batched_grad import is_batched
 from .derivatives import Static, gradients_of
 from .request import Request
@@ -64,14 +62,14 @@ class Attention(torch.autograd.Function):
 
 
 def _wanted(ctx: Any) -> tuple[str, ...]:
-    """The options whose gradients are needed."""
+    """The options and arrays whose gradients are needed."""
     needs = ctx.needs_input_grad[5:]
-    return tuple(compress(DIFFERENTIABLE, needs)) if any(needs) else ()
+    return tuple(compress(ctx.request.moved, needs)) if any(needs) else ()
 
 
 def _differentiable(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    """The gradients of q, k, v and DIFFERENTIABLE."""
+    """The gradients of q, k, v and `Request.moved`."""
     static = Static(ctx.request, ctx.names, _wanted(ctx))
     found = gradients_of(static, dout, dlse, ctx.saved_tensors)
     named = dict(zip(ctx.names, found[5:], strict=True))
-    return *found[:3], *map(named.get, DIFFERENTIABLE)
+    return *found[:3], *map(named.get, ctx.request.moved)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cuflash.request.options import ARRAYS, KVCACHE
+from cuflash.request.options import ARRAYS, KVCACHE, UNTRACED
 
 from . import kvcache_request, no_gradients
 from .fakes import fake_forward
@@ -20,7 +20,7 @@ _OPTIONAL = (
     "v_scale", *(name for name in KVCACHE if name in ARRAYS),
 )  # fmt: skip
 TENSORS = ("q", "k_cache", "v_cache", *_OPTIONAL, "out")
-_NUMBERS = [in_schema(name) for name in KVCACHE if name not in ARRAYS]
+_NUMBERS = [in_schema(x) for x in KVCACHE if x in UNTRACED and x not in ARRAYS]
 # length takes the place of cache_seqlens where it is an int.
 LIBRARY.define(
     "forward_kvcache(Tensor q, Tensor(a!) k_cache, "

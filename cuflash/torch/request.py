@@ -15,13 +15,15 @@ from cuflash import settings
 from cuflash.api import arrays as api_arrays
 from cuflash.api import attention as api_attention
 from cuflash.launch import attention as execute
-from cuflash.request import options
+from cuflash.request import options, traced
+from cuflash.request.kept import Kept
 from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.validate import attention as validate
 from cuflash.request.validate import host_values, scalars
 
 from .batched_grad import is_batched
 from .dtypes import from_numpy, to_numpy
+from .functions import Functions
 from .signature import check_devices, checked, describe
 from .tracing import PLAIN, by_operations
 
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from cuflash.backends.base import Backend
 
 Results = tuple[torch.Tensor, ...]
-
-_UNWANTED = (None,) * len(options.DIFFERENTIABLE)
 
 
 class Request:
@@ -41,10 +41,23 @@ class Request:
     scale, causal, block_q, block_k, precision, num_splits, deterministic
     given : dict or None
         The options (options.TABLE) that differ from their defaults.
+    functions : Functions or None
+        A user's own score and mask.
+
+    Attributes
+    ----------
+    tensors : dict of str to Tensor
+        Those of options, and the arrays that functions read.
+    moved : tuple of str
+        Those that may have gradients.
+    has_functions, of_batch : bool
+        Whether there are functions, and whether one depends on the position
+        in the batch.
     """
 
     __slots__ = (
-        "common", "num_splits", "deterministic", "scalars", "tensors", "seed"
+        "common", "num_splits", "deterministic", "scalars", "tensors", "seed",
+        "moved", "has_functions", "of_batch", "numbers", "kept",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +70,7 @@ class Request:
         num_splits: Any,
         deterministic: Any,
         given: dict[str, Any] | None = None,
+        functions: Functions | None = None,
     ) -> None:
         self.common = (
             "scale", scale, "causal", causal, "block_q", block_q,
@@ -67,6 +81,11 @@ class Request:
         self.scalars: tuple[Any, ...] = ()
         self.tensors: dict[str, torch.Tensor] = {}
         self.seed = 0
+        self.moved = options.DIFFERENTIABLE
+        self.has_functions = functions is not None
+        self.of_batch = False
+        self.numbers: tuple[Any, ...] = ()
+        self.kept: Kept | None = None
         if given:
             for name in options.ARRAYS:
                 if name in given:
@@ -76,6 +95,22 @@ class Request:
                 _, self.seed = scalars.numbers_of({"seed": given["seed"]})
                 given["seed"] = 0
             self.scalars = tuple(x for item in given.items() for x in item)
+        if functions is not None:
+            self._take(functions)
+
+    def _take(self, functions: Functions) -> None:
+        """Take a user's functions and what they read."""
+        graphs, self.kept = functions.graphs, functions.kept
+        for name, x in functions.arrays.items():
+            self.tensors[name] = x.resolve_neg()
+        self.moved = (*options.DIFFERENTIABLE, *graphs.moved)
+        self.of_batch = graphs.of_batch
+        self.numbers = tuple(functions.numbers.values())
+        for item in graphs.roots:
+            self.scalars += item
+        if self.numbers:  # what differs from call to call is no part of a key
+            kinds = {n: type(x)() for n, x in functions.numbers.items()}
+            self.scalars += ("mod_arrays", traced.BySlot(kinds))
 
     def forward(
         self,
@@ -117,7 +152,7 @@ class Request:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[Any, ...]:
-        """The gradients of q, k, v and DIFFERENTIABLE; None if not wanted.
+        """The gradients of q, k, v and `moved`; None if not wanted.
 
         `tensors` are the options' tensors, as given to forward.
         """
@@ -131,8 +166,11 @@ class Request:
         own: tuple[Any, ...] = (
             *self.common, "deterministic", self.deterministic,
         )  # fmt: skip
-        for name in wanted:
+        read = tuple([x for x in wanted if traced.is_named(x)])
+        for name in wanted[: len(wanted) - len(read)]:
             own = (*own, f"return_d{name}", True)
+        if read:
+            own = (*own, *traced.gradients_of(read))
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
         if dlse is not None:
             given["dlse"] = dlse
@@ -146,9 +184,9 @@ class Request:
                 first = (strip(x, call.rank) for x in results[:3])
                 results = (*first, *results[3:])
         if not wanted:
-            return *results, *_UNWANTED
+            return *results, *(None,) * len(self.moved)
         others = dict(zip(wanted, results[3:], strict=True))
-        return *results[:3], *map(others.get, options.DIFFERENTIABLE)
+        return *results[:3], *map(others.get, self.moved)
 
     def call(
         self,
@@ -165,7 +203,10 @@ class Request:
         if tensors:
             described += [describe(name, x) for name, x in tensors.items()]
         signature = checked(check, tuple(described), *own, *self.scalars)
-        call = Call(signature, given, None, tensors, self.seed)
+        call = Call(
+            signature, given, None, traced.by_slots(tensors), self.seed,
+            mod_numbers=self.numbers, kept=self.kept,
+        )  # fmt: skip
         if "cu_seqlens_q" in tensors and reads_values():
             on_host = {n: x.cpu().numpy() for n, x in tensors.items()}
             host_values.offsets(Call(signature, given, None, on_host))
@@ -186,9 +227,15 @@ class Request:
         others = dict(zip(values[::2], values[1::2], strict=True))
         if "seed" in others:
             others["seed"] = self.seed
+        names = others.pop("mod_arrays", ())
+        read = {x: arrays.pop(x) for x in tensors if traced.is_named(x)}
+        if read or names:
+            others |= traced.of_slots(read, names, self.numbers)
         results = run(**arrays, **others)
         if not isinstance(results, tuple):
             results = (results,)
+        if isinstance(results[-1], dict):
+            results = (*results[:-1], *results[-1].values())
         return tuple(map(from_numpy, results))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from cuflash.api import derivatives as api_derivatives
 from cuflash.api.derivatives import strip_each
+from cuflash.errors import UnsupportedError
 from cuflash.launch.runner import Kernels
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import derivatives as validate_derivatives
@@ -30,6 +31,15 @@ ON_CPU = {
 }
 
 
+def _check_functions(request: Request) -> None:
+    """Refuse a user's functions: these derivatives of them are open."""
+    if request.has_functions:
+        raise UnsupportedError(
+            "a call with a score or mask function is differentiated twice or"
+            " in forward mode, expected reverse mode once"
+        )
+
+
 def jvp(
     request: Request, given: Tensors, tangents: Tensors, tensors: Tensors
 ) -> Results:
@@ -46,6 +56,7 @@ def jvp(
     tensors : dict
         The options' tensors.
     """
+    _check_functions(request)
     moved = {TANGENTS[name]: x for name, x in tangents.items()}
     own = (*request.common, "return_lse", True)
     backend = requests.backend_of(given["q"])
@@ -81,6 +92,7 @@ def double_backward(
     wanted : tuple of str
         Which of DIFFERENTIABLE and "lse", in this order.
     """
+    _check_functions(request)
     moved = {COTANGENTS[name]: x for name, x in cotangents.items()}
     own: tuple[Any, ...] = (
         *request.common, "deterministic", request.deterministic,

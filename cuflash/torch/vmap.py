@@ -52,7 +52,7 @@ class Rule:
         moved = {n for n, x, _ in given[: self.num_moved] if x is not None}
         wrt = tuple((moved | {*self.outputs}) - {"out", "lse"})
         static = self.static
-        folded = is_folded(self.inputs, mapped, static.has_dropout, wrt)
+        folded = is_folded(self.inputs, mapped, static.of_batch, wrt)
         if not (folded and self._is_full(given, wrt)):
             return self._one_by_one(info.batch_size, given), 0
         sizes = {

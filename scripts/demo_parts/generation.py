@@ -21,42 +21,66 @@ class Cache:
     def __init__(self, model, capacity):
         config = model.config
         shape = 1, capacity, config.num_heads, config.head_dim
-        self.seqlen = 0
+        self.seqlen = self.appended = 0
         self.layers = [
             tuple(model.xp.zeros(shape, config.attention_dtype) for _ in "kv")
             for _ in range(config.num_layers)
         ]
 
-    def attend(self, layer, q, k, v):
-        """Append k and v, then attend from q to all that is stored."""
+    def attend(self, layer, q, k, v, visible):
+        """Append k and v, then attend from q to what is stored.
+
+        `visible` are the options of the mask.
+        """
         return cuflash.forward_kvcache(
             q,
             *self.layers[layer],
             k_new=k,
             v_new=v,
             cache_seqlens=self.seqlen,
-            causal=True,
+            **visible,
         )
 
+    def keep(self, nodes):
+        """Drop all but some of the last pass's tokens, in this order."""
+        first = self.seqlen - self.appended
+        for array in (x for layer in self.layers for x in layer):
+            kept = array[:, [first + node for node in nodes]]
+            array[:, first : first + len(nodes)] = kept
+        self.seqlen = first + len(nodes)
 
-def extend(model, tokens, cache):
+
+def in_tree(b, h, q_idx, kv_idx, *, is_ancestor, seqlen_q, seqlen_k):
+    """A mask: each node of a tree sees the text, its ancestors and itself."""
+    length = seqlen_k - seqlen_q
+    return (kv_idx < length) | is_ancestor[q_idx, kv_idx - length]
+
+
+def extend(model, tokens, cache, tree=None):
     """Append tokens (1, T) to the cache; return their logits (1, T, V).
 
-    The equations are those of Transformer.forward.
+    The equations are those of Transformer.forward. The tokens are a text, or
+    the nodes of a tree (drafts.py).
     """
-    p, config = model.p, model.config
-    start, stop = cache.seqlen, cache.seqlen + tokens.shape[1]
-    if stop > config.seqlen:
+    p, config, xp = model.p, model.config, model.xp
+    depths = range(tokens.shape[1]) if tree is None else tree.depths
+    positions = [cache.seqlen + depth for depth in depths]
+    if max(positions) >= config.seqlen:
         raise ValueError(f"the model has {config.seqlen} positions")
-    x = p["embed"][tokens] + p["position"][start:stop]
+    visible = {"causal": True}
+    if tree is not None:
+        arrays = {"is_ancestor": xp.asarray(tree.is_ancestor())}
+        visible = {"mask_mod": in_tree, "mod_arrays": arrays}
+    x = p["embed"][tokens] + p["position"][positions]
     for i in range(config.num_layers):
         n, _ = norm(x, p[f"{i}.norm1"])
-        out = cache.attend(i, *project(n, p[f"{i}.qkv"], config))
+        out = cache.attend(i, *project(n, p[f"{i}.qkv"], config), visible)
         x = x + out.reshape(x.shape).astype(x.dtype) @ p[f"{i}.out"]
         n, _ = norm(x, p[f"{i}.norm2"])
         y, _ = mlp(n, p[f"{i}.mlp_in"], p[f"{i}.mlp_out"])
         x = x + y
-    cache.seqlen = stop
+    cache.appended = len(positions)
+    cache.seqlen += cache.appended
     return norm(x, p["norm"])[0] @ p["logits"]
 
 

@@ -23,6 +23,7 @@ CALLS = [
     *((cuflash.torch, name) for name in READOUTS),
     (cuflash.jax, "attention"),
     (cuflash.jax, "apply_rotary"),
+    (cuflash.jax, "forward_kvcache"),
     (cuflash.jax, "merge_states"),
     *((cuflash.jax, name) for name in READOUTS),
 ]

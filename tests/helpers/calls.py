@@ -60,18 +60,19 @@ def both(backend, case, q, k, v, dout):
     return backward(backend, case, dout, q, k, v, out, lse)
 
 
-def states(case, q, k, v):
+def states(case, q, k, v, **options):
     """Return (out, lse) of the NumPy path, for tests of gradients alone.
 
     No kernel of the forward pass has to be compiled.
     """
     first = replace(case, block_q=None, block_k=None)
-    return forward(NumpyBackend(), first, q, k, v)
+    return forward(NumpyBackend(), first, q, k, v, **options)
 
 
-def gradients(backend, case, q, k, v, dout):
+def gradients(backend, case, q, k, v, dout, **options):
     """Return (dq, dk, dv, ...), with out and lse from the NumPy path."""
-    return backward(backend, case, dout, q, k, v, *states(case, q, k, v))
+    given = states(case, q, k, v, **options)
+    return backward(backend, case, dout, q, k, v, *given, **options)
 
 
 def all_results(q, k, v, dout):

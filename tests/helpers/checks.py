@@ -31,12 +31,13 @@ def check_forward(backend, case):
 
 
 def check_gradients(backend, case):
-    """Check all gradients, from out and lse of the NumPy path."""
+    """Check all gradients, from out and lse of the NumPy path; return them."""
     q, k, v, dout = inputs(case)
     out, lse = cuflash.forward(q, k, v, **case.meaning(), return_lse=True)
     got = calls.backward(backend, case, dout, q, k, v, out, lse)
     want = expected.backward(dout, q, k, v, sums=case.sums(), **case.meaning())
     assert_gradients_match(got, want, case)
+    return got
 
 
 def check_gradients_of_forward(backend, case):

@@ -103,7 +103,7 @@ OF_JAX = (
 )
 
 # Fields of argument structs that hold 64 bits, but no address.
-NUMBERS = ("seed", "cache_seqlen")
+NUMBERS = ("seed", "cache_seqlen", "mod_numbers")
 # Allocations that are remembered: a launch has some thirty.
 KEPT = 256
 

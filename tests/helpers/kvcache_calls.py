@@ -312,8 +312,12 @@ class KVCase:
 # Checks ---------------------------------------------------------------------
 
 
-def check(backend, case, **more):
-    """Check out, lse and the caches after a call; return out and lse."""
+def check(backend, case, meaning=None, **more):
+    """Check out, lse and the caches after a call; return out and lse.
+
+    meaning : of a sequence and the shape of its scores, built-in options that
+        mean what `more` asks for.
+    """
     given = case.arguments()
     results, caches = run(backend, case, case.arguments() | more)
     held = dict(zip(CACHES, caches, strict=False))
@@ -322,7 +326,7 @@ def check(backend, case, **more):
     if case.latent != "no":
         held["v_cache"] = held["k_cache"][..., : case.head_dim_v]
         given |= {"v_scale": given["k_scale"]} if case.scales else {}
-    _check_results(case, given, results, held)
+    _check_results(case, given, results, held, meaning)
     return results
 
 
@@ -410,7 +414,7 @@ def rotated(case, given, x, positions):
     return exact, slack
 
 
-def _check_results(case, given, results, caches):
+def _check_results(case, given, results, caches, meaning):
     """Check each sequence, given its tokens as the caches hold them."""
     out, lse = results
     dtype = DTYPES[case.dtype]
@@ -424,10 +428,11 @@ def _check_results(case, given, results, caches):
             got = out[b : b + 1], lse[b : b + 1]
         else:
             got = out[None, rows], lse[None, :, rows]
-        assert_forward_matches(got, _expected(case, given, caches, b), case)
+        want = _expected(case, given, caches, b, meaning)
+        assert_forward_matches(got, want, case)
 
 
-def _expected(case, given, caches, b):
+def _expected(case, given, caches, b, meaning):
     """Return the expected out and lse of a sequence.
 
     Rotated queries are rounded to the dtype. Where the arithmetic's error may
@@ -459,6 +464,8 @@ def _expected(case, given, caches, b):
     slopes = given.get("alibi_slopes")
     if slopes is not None:
         options["alibi_slopes"] = slopes if slopes.ndim == 1 else slopes[b]
+    if meaning is not None:
+        options |= meaning(b, (1, q.shape[1], len(q), len(tokens[0])))
     want = expected.forward(*(x[None] for x in (q, *tokens)), **options)
     return _moved(case, want, q, q_error, *tokens, *errors)
 

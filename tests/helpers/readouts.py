@@ -125,16 +125,14 @@ class Chosen:
 
 
 def operands(backend, case):
-    """Return q, k and lse as calls take them, of this backend's forward."""
+    """Return q, k and lse as calls take them, lse of NumPy arrays' forward.
+
+    No kernel of the forward pass has to be compiled.
+    """
     q, k, _, _ = (x[0] if is_packed(case) else x for x in inputs(case))
-    placed = [backend.place(x) for x in (q, k)]
-    options = _placed(backend, without_dropout(case).call())
-    with backend.running(case):
-        _, lse = cuflash.forward(
-            *placed, placed[1],
-            **options | {"block_q": None, "block_k": None}, return_lse=True,
-        )  # fmt: skip
-    return *placed, lse
+    options = without_dropout(case).call() | {"block_q": None, "block_k": None}
+    _, lse = cuflash.forward(q, k, k, **options, return_lse=True)
+    return [backend.place(x) for x in (q, k, lse)]
 
 
 def call(backend, case, name, **changed):

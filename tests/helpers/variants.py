@@ -177,6 +177,7 @@ def options_of(backend, case, variant):
         name: backend.place(x) if isinstance(x, np.ndarray) else x
         for name, x in case.meaning().items()
     }
+    own["precision"] = case.precision
     mods = {"mod_arrays": placed(backend, arrays)} if arrays else {}
     return own | functions | mods
 

@@ -47,7 +47,7 @@ def test_results_are_arrays_like_the_inputs(backend, case):
 @on_each_backend(strategies.cases, longest=70, archs=strategies.FAMILIES)
 def test_keys_that_nobody_sees_get_zero(backend, case):
     q, k, v, dout = inputs(case)
-    _, dk, dv = calls.both(backend, case, q, k, v, dout)
+    _, dk, dv = calls.gradients(backend, case, q, k, v, dout)
     seen = visible(case.seqlen_q, case.seqlen_k, case.causal).any(axis=0)
     assert_all(dk[:, ~seen], 0, "dk[:, ~seen]", case)
     assert_all(dv[:, ~seen], 0, "dv[:, ~seen]", case)
@@ -63,8 +63,8 @@ def test_twice_dout_gives_twice_the_gradients(backend, case):
     """Scaling by a power of two is exact, so every result doubles exactly."""
     case = replace(case, deterministic=True)
     q, k, v, dout = inputs(case)
-    once = calls.both(backend, case, q, k, v, dout)
-    twice = calls.both(backend, case, q, k, v, dout * 2)
+    once = calls.gradients(backend, case, q, k, v, dout)
+    twice = calls.gradients(backend, case, q, k, v, dout * 2)
     for name, a, b in zip(("dq", "dk", "dv"), once, twice, strict=True):
         assert_bitwise(normal(b), normal(a * a.dtype.type(2)), name)
 
@@ -73,9 +73,9 @@ def test_twice_dout_gives_twice_the_gradients(backend, case):
 def test_ranks_agree(backend, case):
     case = replace(case, deterministic=True)
     arrays = [x[:1, :, :1] for x in inputs(case)]
-    four = calls.both(backend, case, *arrays)
-    three = calls.both(backend, case, *(x[0] for x in arrays))
-    two = calls.both(backend, case, *(x[0, :, 0] for x in arrays))
+    four = calls.gradients(backend, case, *arrays)
+    three = calls.gradients(backend, case, *(x[0] for x in arrays))
+    two = calls.gradients(backend, case, *(x[0, :, 0] for x in arrays))
     for name, a, b, c in zip("qkv", four, three, two, strict=True):
         assert_bitwise(b, a[0], f"3-D d{name}")
         assert_bitwise(c, a[0, :, 0], f"2-D d{name}")

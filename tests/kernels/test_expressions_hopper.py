@@ -251,10 +251,10 @@ def test_more_key_tiles_than_lanes(backend, name):
 
 
 @on_kernels
-def test_more_query_tiles_than_lanes(backend):
+@pytest.mark.parametrize("name", ["late", "windows"])
+def test_more_query_tiles_than_lanes(backend, name):
     case = case_of(3000, 70, 16, batch=1, **ONE_GROUP)
-    check_gradients(backend, case, VARIANTS["late"])
-    check_gradients(backend, case, VARIANTS["windows"])
+    check_gradients(backend, case, VARIANTS[name])
 
 
 @on_kernels

@@ -60,7 +60,7 @@ def test_forward(backend, case):
 )
 def test_backward(backend, case):
     q, k, v, dout = inputs(case)
-    grads = calls.both(backend, case, q, k, v, dout)
+    grads = calls.gradients(backend, case, q, k, v, dout)
     want = expected.backward(dout, q, k, v, **case.meaning())
     # dP - delta of an inf less an inf hangs on how delta is summed.
     assert_gradients_match(grads, want, case, kinds=False)
@@ -129,7 +129,7 @@ def test_scores_of_minus_infinity_have_no_weight(
 def check_key_of_minus_infinity(backend, case):
     q, k, v, dout = inputs(case)
     q, k[:, 7] = np.abs(q) + q.dtype.type(1), -np.inf
-    grads = calls.both(backend, case, q, k, v, dout)
+    grads = calls.gradients(backend, case, q, k, v, dout)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(grads, want, case)
 
@@ -179,7 +179,7 @@ def test_infinities_of_both_signs_are_nan(backend, dtype, arch):
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     dout[:, 0], dout[:, 100], dout[:, 101] = np.nan, np.inf, -np.inf
-    dv = calls.both(backend, case, q, k, v, dout)[2]
+    dv = calls.gradients(backend, case, q, k, v, dout)[2]
     want = expected.backward(dout, q, k, v, **case.meaning())[2]
     assert_all(dv[:, 25:125], np.nan, "dv[:, 25:125]", case)
     assert_matches(dv, want, "dv", case)

@@ -59,7 +59,7 @@ def test_visible_nan_spreads_by_scores(backend, dtype, arch):
         on=Emulation(arch),
     )  # fmt: skip
     q, k, v, dout = inputs(case)
-    got = calls.both(backend, case, q, k, v, dout)
+    got = calls.gradients(backend, case, q, k, v, dout)
     want = expected.backward(dout, q, k, v, **case.meaning())
     assert_gradients_match(got, want, case, kinds=False)
 

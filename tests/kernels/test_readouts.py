@@ -1,6 +1,7 @@
 """weights, weight_sums, entropy and their gradients, by each family."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,13 @@ import pytest
 import cuflash
 import strategies
 from helpers import readouts
-from helpers.backends import CUPY, EMULATED, NumpyBackend, on_kernels
+from helpers.backends import (
+    CUPY,
+    EMULATED,
+    EmulatedBackend,
+    NumpyBackend,
+    on_kernels,
+)
 from helpers.compare import (
     assert_all,
     assert_allclose,
@@ -38,9 +45,24 @@ SETS = {
     },
 }  # fmt: skip
 
-of_each_call = pytest.mark.parametrize("name", readouts.CALLS)
-of_each_gradient = pytest.mark.parametrize("name", readouts.GRADIENTS)
-of_each_set = pytest.mark.parametrize("options", SETS)
+OF_EACH = "all", "packed"
+OTHERS = [x for x in SETS if x not in OF_EACH]
+
+
+def in_turns(names):
+    """Each call of each kind: with `OF_EACH`, and one of `OTHERS` in turn.
+
+    What computes scores is the kind's, whatever is made of them.
+    """
+    numbered = product(enumerate(names), enumerate(KINDS))
+    return pytest.mark.parametrize(
+        ("name", "kind", "options"),
+        [
+            (name, kind, x)
+            for (i, name), (j, kind) in numbered
+            for x in (*OF_EACH, OTHERS[(i + j + 2) % len(OTHERS)])
+        ],
+    )
 
 
 def case_of(kind, options, **more):
@@ -61,19 +83,30 @@ def check_gradients(backend, case, name):
 
 
 @on_kernels
-@of_each_set
-@on_kinds
-@of_each_call
+@in_turns(readouts.CALLS)
 def test_is_that_of_the_matrix(backend, kind, name, options):
     check(backend, case_of(kind, options), name)
 
 
 @on_kernels
-@of_each_set
-@on_kinds
-@of_each_gradient
+@in_turns(readouts.GRADIENTS)
 def test_gradients_are_those_of_the_matrix(backend, kind, name, options):
     check_gradients(backend, case_of(kind, options), name)
+
+
+WIDEST = {"batch": 1, "seqlen_q": 17, "seqlen_k": 33, "head_dim": 512}
+
+
+@on_kernels
+@pytest.mark.parametrize("kind", ["mma", "fma", "dmma"])
+def test_gradients_of_the_widest_heads(backend, kind):
+    check_gradients(backend, case_of(kind, "wide", **WIDEST), "entropy")
+
+
+def test_double_rows_of_the_widest_heads_do_not_fit_an_sm75():
+    case = case_of("simt64", "wide", **WIDEST)
+    with pytest.raises(cuflash.UnsupportedError, match="133632 bytes of"):
+        check_gradients(EmulatedBackend(), case, "entropy")
 
 
 def drawn(backend, **options):

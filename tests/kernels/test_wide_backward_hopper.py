@@ -11,7 +11,6 @@ from helpers import calls
 from helpers.backends import EMULATED, on_kernels
 from helpers.checks import (
     check_gradients,
-    check_gradients_of_forward,
     check_packed,
 )
 from helpers.compare import assert_bitwise
@@ -118,7 +117,7 @@ def test_masked_nan_does_not_spread(backend):
     places = {"q": 3, "dout": 3, "k": late, "v": late}
     spoiled = tuple((x, (0, i, 0, 259), "nan") for x, i in places.items())
     case = replace(CAUSAL, spoiled=spoiled)
-    got = check_gradients_of_forward(backend, case)
+    got = check_gradients(backend, case)
     assert 0 < np.isnan(np.float32(got[0])).mean() < 0.2  # of dq
 
 
@@ -127,11 +126,11 @@ def test_masked_nan_does_not_spread(backend):
 def test_gradients_are_the_same_in_every_run(backend, num_stages):
     """No two blocks add to the same element; other rings, other warps."""
     arrays = inputs(CAUSAL)
-    first = calls.both(backend, CAUSAL, *arrays)
+    first = calls.gradients(backend, CAUSAL, *arrays)
     tile = Tile(64, 64, 16, num_stages=num_stages, score_warps_q=4,
                 ptxas_level=3)  # fmt: skip
     on = replace(HOPPER, backward_tile=tile, seed=num_stages)
-    again = calls.both(backend, replace(CAUSAL, on=on), *arrays)
+    again = calls.gradients(backend, replace(CAUSAL, on=on), *arrays)
     for x, a, b in zip("qkv", again, first, strict=True):
         assert_bitwise(a, b, f"d{x}")
 

@@ -134,7 +134,7 @@ def test_masked_nan_does_not_spread(backend):
     spoiled = tuple((x, (0, i), "nan") for x, i in places.items())
     case = replace(case, spoiled=spoiled)
     check_forward(backend, case)
-    got = check_gradients_of_forward(backend, case)
+    got = check_gradients(backend, case)
     assert 0 < np.isnan(np.float32(got[0])).mean() < 0.2  # of dq
 
 
@@ -143,8 +143,8 @@ def test_gradients_are_the_same_in_every_run(backend):
     """On simt: no two blocks add to the same element."""
     case = case_of(backend, "float64", causal=True)
     arrays = inputs(case)
-    first = calls.both(backend, case, *arrays)
+    first = calls.gradients(backend, case, *arrays)
     other = replace(case, on=Emulation(seed=1, resident=3))
-    again = calls.both(backend, other, *arrays)
+    again = calls.gradients(backend, other, *arrays)
     for x, a, b in zip("qkv", again, first, strict=True):
         assert_bitwise(a, b, f"d{x}")

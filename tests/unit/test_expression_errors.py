@@ -84,8 +84,8 @@ SCORES = {
         "a function of math", "NumPy's function: np.exp(x)",
     ),
     "method": (
-        lambda score, b, h, q_idx, kv_idx: score.exp(),
-        "no attribute 'exp'", "write NumPy's function, np.exp(x)",
+        lambda score, b, h, q_idx, kv_idx: score.cumsum(),
+        "no attribute 'cumsum'", "write NumPy's function, np.exp(x)",
     ),
     "reduce": (
         lambda score, b, h, q_idx, kv_idx: np.add.reduce(score),

@@ -38,7 +38,7 @@ LAW = {
     "emulator": "backends",
     "api": "errors settings folders request launch backends backends.base"
     " backends.cupy backends.numpy",
-    "torch": f"{_BELOW_BRIDGES} distributed",
+    "torch": f"{_BELOW_BRIDGES} expressions distributed",
     "jax": _BELOW_BRIDGES,
     "flash_attn": "errors request torch",
     "distributed": f"{_BELOW_BRIDGES} backends __init__",

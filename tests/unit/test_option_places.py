@@ -78,6 +78,7 @@ PLACES = {
         "tuned tiles",
         "mask_mod max_seqlen_k max_seqlen_q segment_ids window",
     ),
+    "plans/append": ("whether queries are in order", "window"),
     "plans/expression": (
         "the kernels' texts, on what flags of tiles depend",
         "score_mod mask_mod mod_arrays return_dmod segment_ids window",
@@ -116,6 +117,11 @@ PLACES = {
     # Bridges: what others call ours, what a library asks of one option.
     "torch/attention": ("seeds drawn, warnings", "bias dropout seed"),
     "torch/derivatives": ("linear in it", "dropout"),
+    "torch/block_mask": ("theirs", "mask_mod"),
+    "torch/flex": ("theirs", "mask_mod score_mod"),
+    "torch/functions": (
+        "records the two roles", "mask_mod mod_arrays score_mod",
+    ),
     "torch/kvcache": ("packs queries alone", "cu_seqlens_q"),
     "torch/kvcache_ops": ("the schema", "cu_seqlens_q window"),
     "torch/masks": ("of models", "window"),
@@ -124,7 +130,10 @@ PLACES = {
         "the schema, no gradient, before dropout", "bias dropout seed window",
     ),
     "torch/returned_weights": ("no gradient by weights", "bias"),
-    "torch/request": ("offsets are checked", "cu_seqlens_q seed"),
+    "torch/request": (
+        "offsets are checked, numbers of functions",
+        "cu_seqlens_q mod_arrays seed",
+    ),
     "torch/sdpa": ("theirs", "bias dropout mask window"),
     "torch/transformers": (
         "theirs",
@@ -145,7 +154,8 @@ PLACES = {
     "jax/readouts": (
         "as jax/attention, before dropout", "cu_seqlens_q dropout seed window",
     ),
-    "jax/batching": ("by position in the batch", "dropout"),
+    "jax/batching": ("by position in the batch", "cu_seqlens_q dropout"),
+    "jax/kvcache": ("packs queries alone", "cu_seqlens_q max_seqlen_q window"),
     "jax/cuda": ("is converted", "alibi_slopes seed"),
     "flash_attn/arguments": (
         "theirs", "alibi_slopes bias dropout mask window"

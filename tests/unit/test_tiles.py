@@ -81,9 +81,19 @@ def name_of(value):
     return f"{value.entry}-{known.get('HEAD_DIM')}-{sizes}"
 
 
-@pytest.mark.parametrize("arch, kernel", kernels(), ids=name_of)
-def test_every_entry_compiles(arch, kernel):
+KERNELS = kernels()
+# One of each file: ptxas may refuse what the text allows.
+SOME = {kernel.file: (arch, kernel) for arch, kernel in KERNELS}
+
+
+@pytest.mark.parametrize("arch, kernel", KERNELS, ids=name_of)
+def test_every_entry_is_as_its_kernel_asserts(arch, kernel):
     """The kernel's text asserts the plan's shared-memory layout."""
+    nvrtc._compile(kernel, arch, "-fdevice-syntax-only")
+
+
+@pytest.mark.parametrize("arch, kernel", SOME.values(), ids=name_of)
+def test_some_entries_compile(arch, kernel):
     assert nvrtc.cubin_file(kernel, arch).stat().st_size > 0
 
 

@@ -27,7 +27,7 @@ from cuflash.backends.numpy.arrays import (
     scalars,
     zeros_of_logits,
 )
-from cuflash.backends.numpy.expressions import gradients
+from cuflash.backends.numpy.expressions import Recorded, gradients
 from cuflash.backends.numpy.kinds import LARGEST_COTANGENT, LARGEST_VALUE, Kind
 from cuflash.backends.numpy.parts import parts
 from cuflash.backends.numpy.readouts import readout, readout_backward
@@ -208,6 +208,11 @@ def apply_rotary(call: Call) -> np.ndarray:
 def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
     """Append to the caches; return out and lse."""
     p, given, options = call.problem, dict(call.given), dict(call.options)
+    if not (p.score_mod is p.mask_mod is None):
+        functions = Recorded(call).functions()
+        for name in functions["mod_arrays"]:
+            options.pop(name, None)
+        options |= functions
     options.setdefault("cache_seqlens", call.cache_seqlens)
     if p.lse_dtype == "float32":
         options["largest_score"] = LARGEST_FLOAT32

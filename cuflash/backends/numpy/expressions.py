@@ -65,14 +65,18 @@ class Recorded:
 
     def options(self, heads: HeadIndices) -> dict[str, Any]:
         """What stands for the functions among the reference's options."""
+        found = self.functions() | {"head_indices": heads}
+        return found | {"return_dmod": tuple(map(slot, self.sums))}
+
+    def functions(self) -> dict[str, Any]:
+        """The same for calls that number heads themselves."""
         arrays = dict(zip(map(slot, range(8)), self.arrays, strict=False))
         numbers = {f"number{i}": x for i, x in enumerate(self.numbers)}
         found: dict[str, Any] = {"mod_arrays": arrays | numbers}
-        found["return_dmod"] = tuple(map(slot, self.sums))
         for name, root in ("score_mod", self.score), ("mask_mod", self.mask):
             if root is not None:
                 found[name] = Replayed(self, root)
-        return found | {"head_indices": heads}
+        return found
 
 
 class Replayed:

@@ -60,7 +60,8 @@ __device__ __forceinline__ void compute_part(
     const Arguments& args, SharedPlan& shared, const Part& part, const RowTile& rows,
     const LaneRows& lane_rows, SoftmaxState& softmax, Output& acc) {
     const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-    const TileRange tiles = rows.unhidden(args, rows.key_tiles(mask, part));
+    const auto user_mask = rows.user_mask(args);
+    const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(mask, part));
     const float k_scale = k_scale_of_head(args, rows.kv_head);
     KeyPipeline pipeline(args, shared, part, tiles);
     load_queries(shared_address(&shared.tiles.q), args.arrays, rows);
@@ -81,7 +82,7 @@ __device__ __forceinline__ void compute_part(
         compute_scores(s, shared_address(&shared.tiles.q), pipeline.k_smem());
         pipeline.apply_k_scales(s, shared.tiles, k_scale);
         if constexpr (!LINEAR) lane_rows.apply_score_mod(s, mask, first_key);
-        const bool is_masked = rows.masks(mask, first_key, WARP_KEYS);
+        const bool is_masked = rows.masks(mask, user_mask, first_key, WARP_KEYS);
         Visible visible;
         if (is_masked)
             lane_rows.apply_mask(s, mask, first_key, [&](int i, int j, int x, bool is_visible) {

@@ -38,7 +38,8 @@
 #include "decode/latent_recompute.cuh"
 #include "decode/latent_scores.cuh"
 
-// An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups.
+// An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups, which
+// begin with 128 each. The producer finds its parts without spilling.
 constexpr int PRODUCER_REGISTERS = 80, VALUE_REGISTERS = 160;
 constexpr int SCORE_REGISTERS = 512 - PRODUCER_REGISTERS - 2 * VALUE_REGISTERS;
 
@@ -141,7 +142,7 @@ private:
 
     __device__ __forceinline__ void store(
         const Part& part, const float (&m)[2], const float (&l)[2]) {
-        if constexpr (CAUSAL || WINDOW) {                   // a lane's two rows together
+        if constexpr (CAUSAL || WINDOW || PAIRWISE) {       // a lane's two rows together
             const u32 inexact = __ballot_sync(WHOLE_WARP, !this->is_finite());
             if ((inexact >> this->lane / 4 * 4 & 0xF) != 0)
                 this->sums[0][0] = this->sums[0][2] = quiet_nan();
@@ -207,7 +208,7 @@ forward_decode_latent(const __grid_constant__ Arguments args) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         LatentProducer(args, shared).run();
     } else if (role == 1) {
-        warpgroup_reg_alloc<SCORE_REGISTERS>();
+        warpgroup_reg_dealloc<SCORE_REGISTERS>();
         compute_scores(args, shared);
     } else {
         warpgroup_reg_alloc<VALUE_REGISTERS>();

@@ -12,10 +12,13 @@ struct LaneRows {
         ScoreMod<float> score_mod;
         PairMask pair_mask;
         Dropout<float> dropout;
-        __device__ __forceinline__ Row(const Arguments& args, int batch, int query, int head)
-            : query(query), score_mod(args), pair_mask(args, batch), dropout(args) {
+        __device__ __forceinline__ Row(const Arguments& args, const RowTile& rows, int row)
+            : query(rows.query_of(row)), score_mod(args), pair_mask(args, rows.sequence.number),
+              dropout(args) {
+            const int batch = rows.sequence.number, head = rows.head_of(row);
             score_mod.set_head(args, batch, head);
             pair_mask.set_head(head);
+            rows.set_user(args, score_mod, pair_mask, head);
             dropout.set_head(batch, head);
         }
         template <class Mask>
@@ -40,8 +43,7 @@ struct LaneRows {
         return first + i * 16 + half * 8 + threadIdx.x % 32 / 4;
     }
     __device__ __forceinline__ Row row(int i, int half) const {
-        const int r = index(i, half);
-        return Row(args, rows.sequence.number, rows.query_of(r), rows.head_of(r));
+        return Row(args, rows, index(i, half));
     }
 
     // Calls f(row, key, i, j, x) for each score s[i][j][x] of the lane.

@@ -29,7 +29,8 @@ public:
         while (parts.next(part)) {
             const RowTile rows(args, part);
             const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-            const TileRange tiles = rows.key_tiles(mask, part);
+            const TileRange tiles =
+                rows.unhidden(rows.user_mask(args), rows.key_tiles(mask, part));
             publish_pending();
             publish_work({part, tiles});
             load_part(part, tiles);

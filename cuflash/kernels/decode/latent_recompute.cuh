@@ -10,32 +10,30 @@
 struct PartRow {
     const Arguments& args;
     const Part& part;
-    const int query, lane = threadIdx.x % 32;
+    const LaneRows::Row row;
+    const int lane = threadIdx.x % 32;
     const Mask<CAUSAL, WINDOW> mask;
     const int first, end;                                   // of the keys that it sees
     const Pages<Arguments> pages;
     const KeyRows keys;
     const Element* q;
-    ScoreMod<float> score_mod;
 
     __device__ __forceinline__ PartRow(
-        const Arguments& args, const Part& part, const RowTile& rows, int row)
-        : args(args), part(part), query(rows.query_of(row)), mask(mask_of(args, part.sequence)),
-          first(max(mask.first_key(query), part.first_tile * BLOCK_K)),
-          end(min(mask.num_keys(query), part.end_tile * BLOCK_K)),
+        const Arguments& args, const Part& part, const RowTile& rows, int index)
+        : args(args), part(part), row(args, rows, index), mask(mask_of(args, part.sequence)),
+          first(max(mask.first_key(row.query), part.first_tile * BLOCK_K)),
+          end(min(mask.num_keys(row.query), part.end_tile * BLOCK_K)),
           pages{args, part.sequence.number},
           keys(args, args.arrays.k, args.arrays.k_stride, part.sequence, part.kv_head),
-          q(static_cast<const Element*>(args.arrays.q) + rows.offset(args.arrays.q_stride, row)),
-          score_mod(args) {
-        score_mod.set_head(args, part.sequence.number, rows.head_of(row));
-    }
+          q(static_cast<const Element*>(args.arrays.q)
+            + rows.offset(args.arrays.q_stride, index)) {}
 
     // Calls f(k, score) for each key, with its row.
     template <class F> __device__ __forceinline__ void for_each_key(F f) const {
         #pragma unroll 1
         for (int key = first; key < end; ++key) {
             const int page = pages.of_key(key);
-            if (page < 0) continue;
+            if (page < 0 || !row.sees(mask, key)) continue;
             const Element* k = reinterpret_cast<const Element*>(keys.row(page, key));
             float s = 0.0f;
             #pragma unroll 1
@@ -46,7 +44,8 @@ struct PartRow {
                 s += __shfl_xor_sync(WHOLE_WARP, s, distance);
             if constexpr (!LINEAR) {
                 const int shift = part.sequence.seqlen_k - part.sequence.seqlen_q;
-                s = score_mod.score(s, static_cast<float>(query + shift - key), query, key);
+                s = row.score_mod.score(
+                    s, static_cast<float>(row.query + shift - key), row.query, key);
             }
             f(k, NEGATE_SCORES ? -s : s);
         }

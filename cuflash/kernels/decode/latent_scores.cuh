@@ -91,7 +91,7 @@ private:
         auto& scores = reinterpret_cast<float (&)[1][S_COUNT / 4][4]>(s);
         const int first_key = tile * BLOCK_K;
         if constexpr (!LINEAR) lane_rows.apply_score_mod(scores, mask, first_key);
-        if (rows.masks(mask, first_key, BLOCK_K))
+        if (rows.masks(mask, rows.user_mask(args), first_key, BLOCK_K))
             lane_rows.apply_mask(scores, mask, first_key, [](int, int, int, bool) {});
         const ScaledExp2 exp{lane_rows.scale_log2};
         float reference[2];

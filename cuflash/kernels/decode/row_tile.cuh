@@ -50,18 +50,44 @@ struct RowTile {
         return {max(first, part.first_tile), min(end, part.end_tile)};
     }
 
+    // The user's functions of a head, after set_head(): they get the sequence's own lengths.
+    template <class Arguments, class ScoreMod, class PairMask>
+    __device__ __forceinline__ void set_user(
+        const Arguments& args, ScoreMod& score_mod, PairMask& pair_mask, int head) const {
+        if constexpr (KVCACHE) {
+            score_mod.set_user(args, sequence.number, head, sequence.seqlen_q, sequence.seqlen_k);
+            pair_mask.set_user(sequence.number, sequence.seqlen_q, sequence.seqlen_k);
+        }
+    }
+
+    // The user's mask of all rows, if it does not depend on the head.
+    template <class Arguments>
+    __device__ __forceinline__ PairMaskOf<Arguments> user_mask(const Arguments& args) const {
+        PairMaskOf<Arguments> pair_mask(args, sequence.number);
+        if constexpr (MASK_MOD && !MASK_OF_HEAD) {
+            pair_mask.set_head(head_of(0));
+            if constexpr (KVCACHE)
+                pair_mask.set_user(sequence.number, sequence.seqlen_q, sequence.seqlen_k);
+        }
+        return pair_mask;
+    }
+    // What intervals tell of it for `count` keys from first_key on. Any threads.
+    template <class PairMask>
+    __device__ __forceinline__ Visibility user_visibility(
+        const PairMask& pair_mask, int first_key, int count) const {
+        const int last_key = min(first_key + count, sequence.seqlen_k) - 1;
+        return pair_mask.user.template visibility<false>(
+            first_query(), last_query(), first_key, last_key);
+    }
+
     // The same tiles without those at either end that the user's mask hides from all rows, as far
     // as intervals tell. Whole warp, which asks for 32 tiles at a time.
-    template <class Arguments>
-    __device__ __forceinline__ TileRange unhidden(const Arguments& args, TileRange tiles) const {
+    template <class PairMask>
+    __device__ __forceinline__ TileRange unhidden(
+        const PairMask& pair_mask, TileRange tiles) const {
         if constexpr (MASK_MOD && !MASK_OF_HEAD) {
-            PairMaskOf<Arguments> pair_mask(args, sequence.number);
-            pair_mask.set_head(head_of(0));
             const auto is_visited = [&](int tile) {
-                const int first_key = tile * BLOCK_K;
-                const int last_key = min(first_key + BLOCK_K, sequence.seqlen_k) - 1;
-                return pair_mask.user.template visibility<false>(
-                           first_query(), last_query(), first_key, last_key) != Visibility::NONE;
+                return user_visibility(pair_mask, tile * BLOCK_K, BLOCK_K) != Visibility::NONE;
             };
             tiles.first = PairMask::first_tile(tiles.first, tiles.end, is_visited);
             tiles.end = PairMask::last_tile(tiles.first, tiles.end, is_visited) + 1;
@@ -70,9 +96,13 @@ struct RowTile {
     }
 
     // Whether some row does not see some of `count` keys from first_key on.
-    template <class Mask>
-    __device__ __forceinline__ bool masks(const Mask& mask, int first_key, int count) const {
-        return PAIRWISE || first_key + count > mask.num_keys(first_query())
-            || (WINDOW && first_key < mask.first_key(last_query()));
+    template <class Mask, class PairMask>
+    __device__ __forceinline__ bool masks(
+        const Mask& mask, const PairMask& pair_mask, int first_key, int count) const {
+        if (first_key + count > mask.num_keys(first_query())
+            || (WINDOW && first_key < mask.first_key(last_query()))) return true;
+        if constexpr (MASK_MOD && !MASK_OF_HEAD && !SEGMENTS && !HAS_MASK)
+            return user_visibility(pair_mask, first_key, count) != Visibility::ALL;
+        return PAIRWISE;
     }
 };

@@ -101,7 +101,9 @@ struct LaneRow {
         : args(args), mask(mask_of(args, rows.sequence)), kv_head(rows.kv_head),
           query(rows.query_of(row())), k_scale(k_scale_of_head(args, rows.kv_head)),
           options(args, rows.sequence.number) {
-        options.set_head(args, rows.sequence.number, rows.head_of(row()));
+        const int head = rows.head_of(row());
+        options.set_head(args, rows.sequence.number, head);
+        rows.set_user(args, options.score_mod, options.pair_mask, head);
     }
     static __device__ __forceinline__ int row() { return threadIdx.x % 32 / LANES_OF_ROW; }
 
@@ -126,7 +128,7 @@ struct LaneRow {
             const int key = first_key + OwnPairs::key_of(n);
             own.sees[n] = !is_masked || mask.visible(query, key);
             if constexpr (PAIRWISE)
-                if (own.sees[n] && query < mask.seqlen_q)
+                if (is_masked && own.sees[n] && query < mask.seqlen_q)
                     own.sees[n] = options.pair_mask.visible(query, key);
         }
     }

@@ -34,7 +34,7 @@ struct Consumer {
         const RowTile rows(args, part);
         const LaneRows lane_rows(args, rows, warp_row);
         const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-        const TileRange tiles = rows.unhidden(args, rows.key_tiles(mask, part));
+        const TileRange tiles = rows.unhidden(rows.user_mask(args), rows.key_tiles(mask, part));
         load_queries(rows);
         #pragma unroll
         for (int i = 0; i < O_COUNT; ++i) acc[i] = 0.0f;
@@ -150,7 +150,7 @@ private:
         auto& scores = reinterpret_cast<float (&)[1][S_COUNT / 4][4]>(s);
         const int first_key = tile * BLOCK_K;
         if constexpr (!LINEAR) lane_rows.apply_score_mod(scores, mask, first_key);
-        const bool is_masked = rows.masks(mask, first_key, BLOCK_K);
+        const bool is_masked = rows.masks(mask, rows.user_mask(args), first_key, BLOCK_K);
         if (is_masked)
             lane_rows.apply_mask(scores, mask, first_key, [](int, int, int, bool) {});
         const ScaledExp2 exp{lane_rows.scale_log2};

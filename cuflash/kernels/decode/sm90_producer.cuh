@@ -32,12 +32,15 @@ public:
     __device__ __forceinline__ void load_part(const Part& part) {
         const RowTile rows(args, part);
         const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-        const TileRange tiles = rows.unhidden(args, rows.key_tiles(mask, part));
+        const auto user_mask = rows.user_mask(args);
+        const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(mask, part));
         const Pages<Arguments> pages{args, part.sequence.number};
         const ForwardArguments& arrays = args.arrays;
         const KeyRows k(args, arrays.k, arrays.k_stride, part.sequence, part.kv_head);
         const KeyRows v(args, arrays.v, arrays.v_stride, part.sequence, part.kv_head);
-        const auto is_masked = [&](int tile) { return rows.masks(mask, tile * BLOCK_K, BLOCK_K); };
+        const auto is_masked = [&](int tile) {
+            return rows.masks(mask, user_mask, tile * BLOCK_K, BLOCK_K);
+        };
         oldest_tile = tiles.first;
         for (int tile = tiles.first; tile < tiles.end; ++tile, next.next()) {
             const int first_key = tile * BLOCK_K, num_keys = part.sequence.seqlen_k - first_key;

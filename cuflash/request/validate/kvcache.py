@@ -20,11 +20,16 @@ from cuflash.errors import (
     ValueRangeError,
     in_words,
 )
-from cuflash.request import checks
+from cuflash.request import checks, traced
 from cuflash.request.options import TABLE
 from cuflash.request.problem import Call, KVCache, Problem, Signature
 from cuflash.request.validate.attention import fields_of
-from cuflash.request.validate.descriptions import address, describe, remembered
+from cuflash.request.validate.descriptions import (
+    address,
+    describe,
+    layout_of,
+    remembered,
+)
 from cuflash.request.validate.devices import check_one_device
 from cuflash.request.validate.kvcache_arrays import (
     CACHES,
@@ -83,6 +88,7 @@ def forward_kvcache(
     for name in _CHECKS:
         if (x := options.pop(name, None)) is not None:
             asked[name] = x
+    functions = traced.taken(options)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     if k_new is not None:
         given["k_new"] = k_new
@@ -108,6 +114,7 @@ def forward_kvcache(
         causal=causal,
         num_splits=num_splits,
         return_lse=return_lse,
+        functions=functions.fields,
         **asked,
     )
     if memory.pairs:
@@ -115,7 +122,10 @@ def forward_kvcache(
     length = signature.problem.seqlen_k
     if by_int:
         length = length_of(cache_seqlens, signature.problem)
-    return Call(signature, given, out, options, cache_seqlens=length)
+    return Call(
+        signature, given, out, options, cache_seqlens=length,
+        mod_numbers=functions.numbers,
+    )  # fmt: skip
 
 
 def check_call(
@@ -129,6 +139,7 @@ def check_call(
     causal: Any = False,
     num_splits: Any = None,
     return_lse: Any = False,
+    functions: Numbers = (),
     **asked: Any,
 ) -> tuple[Signature, Memory]:
     """Check all but where the arrays lie, and a length that is an int.
@@ -139,6 +150,8 @@ def check_call(
         All arrays by argument name, `out` among them, q first.
     by_int : bool
         Whether cache_seqlens is an int.
+    functions : tuple of (str, object)
+        `traced.Recorded.fields`; their arrays are among `arrays`, by slot.
     latent : bool
         As of `problem.KVCache`.
     **asked
@@ -157,6 +170,7 @@ def check_call(
         if asked else (),
         None if num_splits is None else splits_of(num_splits),
         checks.flag("return_lse", return_lse),
+        functions,
     )  # fmt: skip
 
 
@@ -298,6 +312,7 @@ def _checked(
     asked: Numbers,
     num_splits: int | None,
     return_lse: bool,
+    functions: Numbers,
 ) -> tuple[Signature, Memory]:
     """Check a call; nothing here depends on the data."""
     check_one_device(seen)
@@ -316,7 +331,8 @@ def _checked(
     arrays.check()
     arrays.check_caches()
     others = Others(arrays, by_name, max_seqlen_q)
-    options = others.layouts
+    read = {x[0]: layout_of(x) for x in seen if traced.is_slot(x[0])}
+    options = others.layouts | read
     rotary = None
     if "rotary_cos" in options:
         rotary = rotary_of(options["rotary_cos"], None, rotary_interleaved)
@@ -362,6 +378,7 @@ def _checked(
             latent=latent,
         ),
         **numbers_asked,
+        **dict(functions),
         **fields_of(others.of_heads),
     )
     signature = Signature(

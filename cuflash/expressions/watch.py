@@ -1,0 +1,63 @@
+"""What a fingerprint was taken of: it stays the same as long as this does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import CellType, FunctionType
+from typing import Any
+
+_MISSING = object()
+
+
+class Watch:
+    """Where a function found what it reads, and what was there.
+
+    Attributes
+    ----------
+    is_possible : bool
+        Whether all that it reads can be watched.
+    """
+
+    __slots__ = ("_cells", "_functions", "_names", "is_possible")
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Watch nothing."""
+        self.is_possible = True
+        self._cells: list[tuple[CellType, Any]] = []
+        self._names: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._functions: list[tuple[FunctionType, Any, Any]] = []
+
+    def cell(self, cell: CellType, content: Any) -> None:
+        """Watch a variable of a closure."""
+        self._cells.append((cell, content))
+
+    def name(self, space: Mapping[str, Any], name: str) -> None:
+        """Watch a name among globals, or among attributes."""
+        self._names.append((space, name, space.get(name, _MISSING)))
+
+    def function(self, function: FunctionType) -> None:
+        """Watch what may be assigned to a function."""
+        if function.__kwdefaults__:
+            self.is_possible = False
+        found = function, function.__code__, function.__defaults__
+        self._functions.append(found)
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        if not self.is_possible:
+            return False
+        for cell, content in self._cells:
+            if cell.cell_contents is not content:
+                return False
+        for space, name, value in self._names:
+            if space.get(name, _MISSING) is not value:
+                return False
+        for function, code, defaults in self._functions:
+            if function.__code__ is not code:
+                return False
+            if function.__defaults__ is not defaults:
+                return False
+        return True

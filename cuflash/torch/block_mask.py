@@ -1,0 +1,264 @@
+"""Block masks: FlexAttention's own, and `create_block_mask` for its programs.
+
+A `BlockMask` of PyTorch's lists blocks of pairs, and a mask_mod for some of
+them. Here it becomes one mask: a table of its blocks, and the mask_mod where
+the table says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuflash.api.tile_mask import TileMask, tile_mask
+from cuflash.errors import DTypeError, ShapeError, in_words
+
+from . import functions
+from .dtypes import to_numpy
+
+_Mask = Callable[..., Any]
+_FULL, _PARTLY = 2, 1
+
+
+class BlockMask:
+    """A mask_mod, and the sizes that it is for.
+
+    Made by `create_block_mask`. Calls that share one find out once which
+    tiles it leaves, unless a tensor that it reads has changed.
+
+    Attributes
+    ----------
+    mask_mod : callable
+    shape : tuple of int
+        Batch, heads, queries, keys; 1 stands for any batch, any heads.
+    BLOCK_SIZE : tuple of int
+        Queries and keys of a block of `sparsity` and `to_dense`; calls
+        choose tiles of their own.
+    """
+
+    def __init__(
+        self,
+        mask_mod: _Mask,
+        shape: tuple[int, int, int, int],
+        block_size: tuple[int, int],
+    ) -> None:
+        self.mask_mod, self.shape = mask_mod, shape
+        self.BLOCK_SIZE = block_size
+        self.snapshot = functions.Snapshot(mask_mod)
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """The numbers of queries and keys."""
+        return self.shape[2:]
+
+    def __call__(self, *indices: Any) -> Any:
+        """Call `mask_mod`."""
+        return self.mask_mod(*indices)
+
+    def tiles(self) -> TileMask:
+        """Which blocks have a visible pair, computed on the host."""
+        found = functions.taken({"mask_mod": self.mask_mod}, {}, None)
+        assert found is not None
+        on_host = {n: to_numpy(x.cpu()) for n, x in found.arrays.items()}
+        batch, heads, seqlen_q, seqlen_k = self.shape
+        return tile_mask(
+            **found.as_options(on_host),
+            batch=batch,
+            num_heads=heads,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            block_q=self.BLOCK_SIZE[0],
+            block_k=self.BLOCK_SIZE[1],
+        )
+
+    def sparsity(self) -> float:
+        """The share of blocks without a visible pair, in percent."""
+        return 100 * (1 - self.tiles().visited)
+
+    def to_dense(self) -> torch.Tensor:
+        """1 where a block has visible pairs: (batch, heads, rows, columns)."""
+        flags = torch.from_numpy((self.tiles().flags != 0).astype("int32"))
+        return flags.expand(*self.shape[:2], *flags.shape[2:])
+
+    def to(self, device: Any) -> BlockMask:
+        """Itself: what its mask_mod reads is where that was made."""
+        return self
+
+    def __repr__(self) -> str:
+        name = getattr(self.mask_mod, "__name__", repr(self.mask_mod))
+        return f"<BlockMask of {name}, shape {self.shape}>"
+
+
+def create_block_mask(
+    mask_mod: _Mask,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    **_others: Any,
+) -> BlockMask:
+    """A mask for `flex_attention`, as torch's function of this name makes it.
+
+    It computes nothing: calls find out themselves which tiles a mask leaves.
+
+    Parameters
+    ----------
+    mask_mod : callable
+        ``mask_mod(b, h, q_idx, kv_idx)``: True where the pair is visible.
+        Tensors that it closes over are read when calls run.
+    B, H : int or None
+        Batch and query heads; None, or 1, if the mask is the same for all.
+    Q_LEN, KV_LEN : int
+        Queries and keys.
+    device : optional
+        Ignored: calls run where their tensors are.
+    BLOCK_SIZE : int or tuple of int, optional
+        For `BlockMask.sparsity` and `BlockMask.to_dense` alone.
+
+    Returns
+    -------
+    BlockMask
+
+    See Also
+    --------
+    cuflash.tile_mask : which tiles a mask leaves.
+
+    Examples
+    --------
+    >>> import cuflash.torch
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return q_idx >= kv_idx
+    >>> mask = cuflash.torch.create_block_mask(causal, None, None, 300, 300)
+    >>> mask.to_dense()[0, 0]
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
+    """
+    size = BLOCK_SIZE
+    blocks = (size, size) if isinstance(size, int) else (size[0], size[1])
+    return BlockMask(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), blocks)
+
+
+# ---- What a call makes of a block mask ----
+
+
+class _Theirs:
+    """The mask of a BlockMask of PyTorch's, and what it was made of."""
+
+    def __init__(self, block_mask: Any) -> None:
+        self.made_of = _parts(block_mask)
+        self.snapshot = functions.Snapshot(_with_table(block_mask))
+
+    def is_of(self, block_mask: Any) -> bool:
+        """Whether the block mask still is what it was."""
+        now = _parts(block_mask)
+        return all(
+            x is y and version == other
+            for (x, version), (y, other) in zip(now, self.made_of, strict=True)
+        )
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, _Theirs] = weakref.WeakKeyDictionary()
+_PARTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "mask_mod",
+)  # fmt: skip
+
+
+def mask_of(
+    block_mask: Any, query: torch.Tensor, key: torch.Tensor
+) -> BlockMask | _Theirs | None:
+    """The `mask_mod` of a call with a block mask; None without an effect.
+
+    Parameters
+    ----------
+    block_mask : BlockMask, or torch's
+    query, key : Tensor, (batch, heads, seqlen, head_dim)
+
+    Raises
+    ------
+    DTypeError
+        If it is no block mask.
+    ShapeError
+        If it is for other sizes.
+    """
+    if isinstance(block_mask, BlockMask):
+        _check_sizes(block_mask.shape, query, key)
+        return block_mask
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise DTypeError(
+            f"block_mask is {in_words(block_mask)}, expected what"
+            " create_block_mask returns: write block_mask=create_block_mask("
+            "mask_mod, None, None, Q_LEN, KV_LEN)"
+        )
+    if min(block_mask.BLOCK_SIZE) >= 2**30:  # torch's default: hides nothing
+        return None
+    _check_sizes(tuple(block_mask.shape), query, key)
+    found = _KNOWN.get(block_mask)
+    if found is None or not found.is_of(block_mask):
+        found = _KNOWN[block_mask] = _Theirs(block_mask)
+    return found
+
+
+def _check_sizes(
+    shape: tuple[int, ...], query: torch.Tensor, key: torch.Tensor
+) -> None:
+    lengths = query.shape[2], key.shape[2]
+    sizes = (*query.shape[:2], *lengths)
+    fits = len(shape) == 4 and all(
+        n == size or (n == 1 and axis < 2)
+        for axis, (n, size) in enumerate(zip(shape, sizes, strict=True))
+    )
+    if not fits:
+        raise ShapeError(
+            f"block_mask is for {tuple(shape)}, expected {sizes}: batch,"
+            " heads, queries and keys, of which the first two may be 1;"
+            " make it for these: create_block_mask(mask_mod, None, None,"
+            f" {lengths[0]}, {lengths[1]})"
+        )
+
+
+def _parts(block_mask: Any) -> tuple[tuple[Any, int], ...]:
+    """What a BlockMask says, with the versions of its tensors."""
+    parts = (getattr(block_mask, x) for x in _PARTS)
+    return tuple((x, functions.version_of(x)) for x in parts)
+
+
+def _with_table(block_mask: Any) -> _Mask:
+    """The mask of a BlockMask: its mask_mod where a block is listed so."""
+    table = _table(block_mask)
+    rows, columns = block_mask.BLOCK_SIZE
+    mask_mod = block_mask.mask_mod
+    batch, heads = table.shape[:2]
+
+    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        of_batch = b if batch > 1 else 0
+        of_head = h if heads > 1 else 0
+        kind = table[of_batch, of_head, q_idx // rows, kv_idx // columns]
+        partly = (kind == _PARTLY) & mask_mod(b, h, q_idx, kv_idx)
+        return (kind == _FULL) | partly
+
+    return visible
+
+
+def _table(block_mask: Any) -> torch.Tensor:
+    """How each block is listed: (batch, heads, rows, columns) of uint8."""
+    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    counts = block_mask.kv_num_blocks
+    # One more column, for places in the lists that hold nothing.
+    table = counts.new_zeros((*counts.shape, columns + 1), dtype=torch.uint8)
+    for kind, name in ((_PARTLY, "kv"), (_FULL, "full_kv")):
+        counts = getattr(block_mask, f"{name}_num_blocks")
+        indices = getattr(block_mask, f"{name}_indices")
+        if counts is None:
+            continue
+        place = torch.arange(indices.shape[-1], device=indices.device)
+        listed = torch.where(place < counts[..., None], indices, columns)
+        table.scatter_(-1, listed.long(), kind)
+    return table[..., :columns].contiguous()

@@ -1,0 +1,167 @@
+"""PyTorch's `flex_attention`: its signature, its layout, its functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuflash.errors import ShapeError, UnsupportedError, ValueRangeError
+
+from .attention import attention
+from .block_mask import mask_of
+from .checks import check_tensors
+
+_LAYOUT = "(batch, heads, seqlen, head_dim)"
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Attention as `torch.nn.attention.flex_attention.flex_attention`.
+
+    It takes that function's place in a program: functions stay as they are,
+    and so do block masks. Calls `cuflash.torch.attention`.
+
+    Parameters
+    ----------
+    query : Tensor, (batch, num_heads_q, seqlen_q, head_dim)
+    key, value : Tensor, (batch, num_heads_kv, seqlen_k, head_dim)
+        `value` may have another head dimension. A batch of 1 is broadcast.
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q_idx, kv_idx)`` returns the score. Tensors
+        that it closes over may require grad.
+    block_mask : BlockMask, optional
+        Of `create_block_mask`, or of torch's function of that name.
+    scale : float, optional
+        Multiplies the scores; by default head_dim ** -0.5.
+    enable_gqa : bool, optional
+        Whether num_heads_q may be a multiple of num_heads_kv.
+    return_lse : bool, optional
+        Whether to return lse too.
+    kernel_options : optional
+        Ignored: tiles are chosen by tables of this package.
+    return_aux : AuxRequest, optional
+        Of torch: ``AuxRequest(lse=True)`` asks for an ``AuxOutput`` with lse.
+
+    Returns
+    -------
+    out : Tensor, (batch, num_heads_q, seqlen_q, head_dim_v)
+        With the strides of a transposed (batch, seqlen_q, num_heads_q,
+        head_dim_v).
+    lse : Tensor, (batch, num_heads_q, seqlen_q)
+        Only with `return_lse`; natural logarithms. An AuxOutput with
+        `return_aux`.
+
+    Raises
+    ------
+    ShapeError
+        If shapes do not fit, a block mask has other lengths, or head counts
+        differ without `enable_gqa`.
+    ExpressionError
+        If a function does what cannot be recorded; it names the line.
+    ValueRangeError
+        If a function reads a tensor on another device.
+    UnsupportedError
+        For ``AuxRequest(max_scores=True)``.
+    CuflashError
+        In the other cases in which `attention` raises.
+
+    See Also
+    --------
+    attention : the same in the layout of linear layers, with more options.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuflash.torch import create_block_mask, flex_attention
+    >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    >>> def decay(score, b, h, q_idx, kv_idx):
+    ...     return score - slopes[h] * (q_idx - kv_idx)
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return q_idx >= kv_idx
+    >>> query, key, value = torch.randn(3, 1, 2, 16, 8)
+    >>> mask = create_block_mask(causal, None, None, 16, 16)
+    >>> out = flex_attention(query, key, value, decay, block_mask=mask)
+    >>> out.sum().backward()
+    >>> slopes.grad.shape
+    torch.Size([2])
+    """
+    given = {"query": query, "key": key, "value": value}
+    if not torch.compiler.is_compiling():
+        check_tensors(given)
+    _check(query, key, value, enable_gqa)
+    options: dict[str, Any] = {}
+    if score_mod is not None:
+        options["score_mod"] = score_mod
+    if block_mask is not None:
+        of_blocks = mask_of(block_mask, query, key)
+        if of_blocks is not None:
+            options["mask_mod"] = of_blocks
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], *x.shape[1:])
+                      for x in (key, value))  # fmt: skip
+    wants_lse = return_lse
+    if return_aux is not None:
+        wants_lse = _wants_lse(return_aux, return_lse)
+    results: Any = attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+        scale=scale, return_lse=wants_lse, **options,
+    )  # fmt: skip
+    out, lse = results if wants_lse else (results, None)
+    out = out.transpose(1, 2)
+    if return_aux is not None:
+        made = sys.modules[type(return_aux).__module__]
+        return out, made.AuxOutput(lse=lse)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    enable_gqa: bool,
+) -> None:
+    """Check what `attention` would complain of in its own words."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, expected four axes:"
+                f" {_LAYOUT}"
+            )
+    heads_q, heads_kv = query.shape[1], key.shape[1]
+    if heads_q != heads_kv and not enable_gqa:
+        raise ShapeError(
+            f"query has {heads_q} heads and key {heads_kv}, expected as many:"
+            " pass enable_gqa=True where query heads share key heads"
+        )
+    if key.shape[0] not in (1, query.shape[0]):
+        raise ShapeError(
+            f"key has batch {key.shape[0]}, expected {query.shape[0]} as query"
+            " or 1"
+        )
+
+
+def _wants_lse(return_aux: Any, return_lse: bool) -> bool:
+    if return_lse:
+        raise ValueRangeError(
+            "return_lse and return_aux are both given, expected one of them"
+        )
+    if getattr(return_aux, "max_scores", False):
+        raise UnsupportedError(
+            "return_aux asks for max_scores, expected lse alone: write"
+            " cuflash.forward(..., return_max_score=True)"
+        )
+    return bool(return_aux.lse)

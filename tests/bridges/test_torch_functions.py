@@ -1,0 +1,227 @@
+"""score_mod and mask_mod of tensors: what they close over, what is kept."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="tests of cuflash.torch")
+
+from flex_cases import causal, inputs  # noqa: E402
+
+from cuflash.errors import (  # noqa: E402
+    CuflashError,
+    ExpressionError,
+    ShapeError,
+    UnsupportedError,
+    ValueRangeError,
+)
+from cuflash.expressions import trace  # noqa: E402
+from cuflash.torch import (  # noqa: E402
+    attention,
+    create_block_mask,
+    flex_attention,
+    functions,
+)
+
+pytestmark = pytest.mark.slow
+
+QKV = [x.detach().transpose(1, 2) for x in inputs(torch.float32, 8)]
+
+
+def bias_of(heads):
+    return torch.linspace(-1, 1, 2 * heads).reshape(heads, 2)
+
+
+def bent(bias):
+    """The score with a bias of the head, by a closure."""
+    return lambda s, b, h, i, j: s + bias[h, j % 2]
+
+
+def expected(bias):
+    keys = bias[:, torch.arange(8) % 2][None, :, None]
+    return attention(*QKV, bias=keys.expand(2, 4, 8, 8))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Names of the functions that were recorded."""
+    found, record = [], trace.record
+    monkeypatch.setattr(functions, "_RECORDED", {})
+
+    def noted(function, role, given):
+        found.append(role)
+        return record(function, role, given)
+
+    monkeypatch.setattr(trace, "record", noted)
+    return found
+
+
+def test_closures_of_each_step_are_recorded_once(recorded):
+    for step in range(3):
+        bias = bias_of(4) + step
+        got = attention(*QKV, score_mod=bent(bias), mask_mod=None)
+        assert torch.allclose(got, expected(bias), atol=1e-6)
+    assert len(recorded) == 1
+
+
+def test_other_shapes_and_dtypes_are_recorded_anew(recorded):
+    for bias in bias_of(4), bias_of(4).double(), bias_of(5):
+        attention(*QKV, score_mod=bent(bias))
+    assert len(recorded) == 3
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(bias_of(4))
+        self.shift = [torch.tensor(0), torch.tensor(1)]
+
+    def score(self, s, b, h, q_idx, kv_idx):
+        return s + self.bias[h, (kv_idx + self.shift[1]) % 2]
+
+    def forward(self):
+        return attention(*QKV, score_mod=self.score)
+
+
+def test_parameters_of_a_module(recorded):
+    layer = Layer()
+    for _ in range(2):
+        layer.zero_grad()
+        with torch.no_grad():
+            layer.bias.add_(1)
+        layer().square().sum().backward()
+        moved = layer.bias.detach().clone().requires_grad_()
+        expected(moved.flip(1)).square().sum().backward()
+        assert torch.allclose(layer.bias.grad, moved.grad, atol=1e-6)
+    layer.bias = torch.nn.Parameter(2 * bias_of(4))  # another tensor
+    got = layer().detach()
+    assert torch.allclose(got, expected(2 * bias_of(4).flip(1)), atol=1e-6)
+    assert len(recorded) == 1
+
+
+def test_what_a_function_computes_of_tensors_is_computed_again(recorded):
+    bias = bias_of(4).requires_grad_()
+
+    def score(s, b, h, q_idx, kv_idx):
+        return s + (2 * bias)[h, kv_idx % 2]
+
+    for factor in 1, 3:
+        with torch.no_grad():
+            bias.mul_(factor)
+        got = attention(*QKV, score_mod=score)
+        assert torch.allclose(got, expected(2 * bias), atol=1e-6)
+        assert torch.autograd.grad(got.sum(), bias)[0].shape == (4, 2)
+    assert len(recorded) == 2
+
+
+def test_numbers_and_arrays_by_name(recorded):
+    def score(s, b, h, q_idx, kv_idx, *, bias, rate):
+        return s + rate * bias[h, kv_idx % 2]
+
+    bias = bias_of(4).requires_grad_()
+    for rate in (0.5, 2.0, True):
+        arrays = {"rate": rate, "bias": bias}
+        got = attention(*QKV, score_mod=score, mod_arrays=arrays)
+        assert torch.allclose(got, expected(rate * bias), atol=1e-6)
+    assert len(recorded) == 2
+    (gradient,) = torch.autograd.grad(got[..., 0].sum(), bias)
+    (other,) = torch.autograd.grad(expected(bias)[..., 0].sum(), bias)
+    assert torch.allclose(gradient, other, atol=1e-6)
+
+
+def test_a_mask_has_no_gradient():
+    bias = bias_of(4).requires_grad_()
+
+    def mask(b, h, q_idx, kv_idx):
+        return causal(b, h, q_idx, kv_idx) & (bias[h, kv_idx % 2] < 2)
+
+    assert not attention(*QKV, mask_mod=mask).requires_grad
+    out = attention(*QKV, score_mod=bent(bias), mask_mod=mask)
+    assert out.requires_grad
+
+
+def test_a_block_mask_reads_what_has_changed():
+    ids = torch.zeros(8, dtype=torch.int64)
+    mask = create_block_mask(
+        lambda b, h, i, j: ids[i] == ids[j], None, None, 8, 8
+    )
+    query, key, value = (x.transpose(1, 2) for x in QKV)
+    for _ in range(2):
+        visible = ids[:, None] == ids
+        got = flex_attention(query, key, value, block_mask=mask)
+        full = attention(*QKV, mask=visible[None, None]).transpose(1, 2)
+        assert torch.allclose(got, full, atol=1e-6)
+        ids[4:] = 1
+
+
+@pytest.mark.parametrize("dims", [(1, None), (0, 0), (None, 0)])
+def test_vmap(dims):
+    """By the batch's index they run one after another."""
+    q = torch.stack([QKV[0], 2 * QKV[0]], 1)
+    biases = torch.stack([bias_of(4), -bias_of(4)])
+
+    def call(q, bias):
+        def score(s, b, h, i, j):
+            return s + bias[h, j % 2] * (b + 1)
+
+        return attention(q, *QKV[1:], score_mod=score)
+
+    given = q if dims[0] == 1 else q.movedim(1, 0) if dims[0] == 0 else QKV[0]
+    bias = biases if dims[1] == 0 else biases[0]
+    got = torch.func.vmap(call, dims)(given, bias)
+    for n in range(2):
+        one = QKV[0] if dims[0] is None else (1 + n) * QKV[0]
+        other = biases[n if dims[1] == 0 else 0]
+        assert torch.allclose(got[n], call(one, other), atol=1e-6)
+
+
+TABLE = torch.zeros(4, 8)
+REFUSED = {
+    "device": (
+        lambda s, b, h, i, j: s + META[h], ValueRangeError,
+        "META, which score_mod or mask_mod reads, is on meta, expected cpu",
+    ),
+    "slice": (
+        lambda s, b, h, i, j: s + TABLE[h, :].sum(), ExpressionError,
+        "is read by a slice",
+    ),
+    "number": (
+        lambda s, b, h, i, j: s + TABLE, ExpressionError,
+        "read an element of it",
+    ),
+    "axes": (
+        lambda s, b, h, i, j: s + TABLE[h, i, j], ExpressionError, "give 2",
+    ),
+    "row": (
+        lambda s, b, h, i, j: s + TABLE[h], ExpressionError,
+        "read an element of it: TABLE[...]",
+    ),
+    "real index": (
+        lambda s, b, h, i, j: s + TABLE[h, i / 2], ExpressionError,
+        "np.floor(x)",
+    ),
+}  # fmt: skip
+META = torch.zeros(4, device="meta")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_and_what_to_write(name):
+    function, error, words = REFUSED[name]
+    with pytest.raises(error) as caught:
+        attention(*QKV, score_mod=function)
+    assert words in str(caught.value), caught.value
+
+
+def test_block_masks_of_other_sizes_and_of_other_things():
+    query, key, value = (x.transpose(1, 2) for x in QKV)
+    mask = create_block_mask(causal, None, None, 8, 16)
+    with pytest.raises(ShapeError, match=r"create_block_mask\(.*8, 8\)"):
+        flex_attention(query, key, value, block_mask=mask)
+    with pytest.raises(CuflashError, match="expected what create_block_mask"):
+        flex_attention(query, key, value, block_mask=causal)
+
+
+def test_second_derivatives_are_refused():
+    q = QKV[0].clone().requires_grad_()
+    out = attention(q, *QKV[1:], score_mod=bent(bias_of(4)))
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="expected reverse mode once"):
+        dq.sum().backward()
