@@ -1,23 +1,61 @@
 // Producer warpgroup of forward_latent.cu: finds the block's parts, and loads their key tiles by
 // cp.async, which reads rows of pages as well as those of one array.
 //
-// A panel of a tile is one cp.async group of each thread. All panels of a tile are published, in
-// order, as they arrive, before the producer waits for the stage of the next one: the consumers
-// then have a whole tile to work on.
+// Two warps load every other tile, as the thread that has started copies has to wait for them: so
+// the loads of one tile are under way while those of the next one start. A panel of a tile is one
+// cp.async group of each thread. All panels of a tile are published, in order, as they arrive,
+// before its warps wait for the stage of their next tile.
 #pragma once
 #include "decode/key_rows.cuh"
 #include "decode/latent_shared.cuh"
 
-// A thread's chunks of a panel: rows thread / 8 + 16 i, the chunk thread % 8.
-constexpr int ROWS_AT_ONCE = WARPGROUP / 8, ROWS_OF_THREAD = BLOCK_K / ROWS_AT_ONCE;
+// A thread's chunks of a panel: rows thread / 8 + 8 i, the chunk thread % 8.
+constexpr int TILE_THREADS = TILE_WARPS * 32;
+constexpr int ROWS_AT_ONCE = TILE_THREADS / 8, ROWS_OF_THREAD = BLOCK_K / ROWS_AT_ONCE;
+
+// The addresses of the thread's rows of a tile; null past the last key, and on invalid pages. All
+// keys of a tile are rows of one page, or of no page.
+template <bool ONE_PAGE> struct TileRows {
+    const unsigned char* first;
+    i64 step;
+    int count;
+    __device__ __forceinline__ TileRows(
+        const Pages<Arguments>& pages, const KeyRows& rows, int first_key, int thread_row,
+        int seqlen_k)
+        : step(ROWS_AT_ONCE * rows.token_bytes) {
+        const int page = pages.of_key(first_key);
+        first = rows.row(max(page, 0), first_key + thread_row);
+        const int after = seqlen_k - first_key - thread_row + ROWS_AT_ONCE - 1;
+        count = page < 0 ? 0 : after / ROWS_AT_ONCE;
+    }
+    __device__ __forceinline__ const unsigned char* operator[](int i) const {
+        return i < count ? first + i * step : nullptr;
+    }
+};
+template <> struct TileRows<false> {
+    const unsigned char* each[ROWS_OF_THREAD];
+    __device__ __forceinline__ TileRows(
+        const Pages<Arguments>& pages, const KeyRows& rows, int first_key, int thread_row,
+        int seqlen_k) {
+        #pragma unroll
+        for (int i = 0; i < ROWS_OF_THREAD; ++i) {
+            const int key = first_key + thread_row + i * ROWS_AT_ONCE;
+            const int page = key < seqlen_k ? pages.of_key(key) : -1;
+            each[i] = page < 0 ? nullptr : rows.row(page, key);
+        }
+    }
+    __device__ __forceinline__ const unsigned char* operator[](int i) const { return each[i]; }
+};
 
 class LatentProducer {
     const Arguments& args;
     SharedPlan& shared;
-    const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
+    const int thread = threadIdx.x % TILE_THREADS, lane = thread % 32;
+    const bool is_first_warp = threadIdx.x < 32;
     PipelineState<KV_STAGES> next;
     PipelineState<WORKS> work;
-    bool has_pending = false;                               // the tile before `next`
+    bool is_turn = threadIdx.x < TILE_THREADS;              // the warp has the next tile
+    int pending = -1;                                       // the stage of its last one, or none
 
 public:
     __device__ __forceinline__ LatentProducer(const Arguments& args, SharedPlan& shared)
@@ -42,7 +80,7 @@ public:
 
 private:
     __device__ __forceinline__ void publish_work(const Work& found) {
-        if (warp == 0) {
+        if (is_first_warp) {
             mbarrier_wait(barrier_at(shared.work_empty, work.index), work.phase ^ 1);
             if (lane == 0) {
                 shared.works[work.index] = found;
@@ -58,24 +96,21 @@ private:
         const ForwardArguments& arrays = args.arrays;
         const KeyRows rows(args, arrays.k, arrays.k_stride, part.sequence, part.kv_head);
         for (int tile = tiles.first; tile < tiles.end; ++tile, next.next()) {
-            // The rows' addresses; null past the last key, and on invalid pages.
-            const unsigned char* sources[ROWS_OF_THREAD];
-            #pragma unroll
-            for (int i = 0; i < ROWS_OF_THREAD; ++i) {
-                const int key = tile * BLOCK_K + thread / 8 + i * ROWS_AT_ONCE;
-                const int page = key < part.sequence.seqlen_k ? pages.of_key(key) : -1;
-                sources[i] = page < 0 ? nullptr : rows.row(page, key);
-            }
+            const bool is_own = is_turn;
+            is_turn = !is_turn;
+            if (!is_own) continue;
+            const TileRows<PAGE_SIZE % BLOCK_K == 0> sources(
+                pages, rows, tile * BLOCK_K, thread / 8, part.sequence.seqlen_k);
             publish_pending();
             load_tile(sources, rows.first);
-            has_pending = true;
+            pending = next.index;
         }
     }
 
     // Starts the copies of a tile. Rows without an address, and columns past the head dimension,
     // become 0. `any`: an address of the array.
-    __device__ __forceinline__ void load_tile(
-        const unsigned char* const (&sources)[ROWS_OF_THREAD], const unsigned char* any) {
+    template <class Rows>
+    __device__ __forceinline__ void load_tile(const Rows& sources, const unsigned char* any) {
         const int first_column = thread % 8 * CHUNK_ELEMENTS;
         const u32 target = shared_address(&shared.stages[next.index].k)
                          + tile_offset<BLOCK_K>(thread / 8, first_column);
@@ -86,22 +121,22 @@ private:
             mbarrier_wait(barrier_at(shared.empty, next.index * PANELS + panel), next.phase ^ 1);
             #pragma unroll
             for (int i = 0; i < ROWS_OF_THREAD; ++i) {
-                const bool exists = sources[i] != nullptr;
+                const unsigned char* source = sources[i];
+                const bool exists = source != nullptr;
                 const int bytes = exists ? min(max(columns, 0), CHUNK_ELEMENTS) * 2 : 0;
                 cp_async_16_partly(
                     target + panel * PANEL_BYTES + i * ROWS_AT_ONCE * PANEL_ROW_BYTES,
-                    bytes > 0 ? sources[i] + column * 2 : any, bytes);
+                    bytes > 0 ? source + column * 2 : any, bytes);
             }
             cp_async_commit();
         }
     }
 
-    // The panels of the tile before, as they arrive. The fence orders this thread's copies, by the
-    // generic proxy, before the reads of wgmma, by the asynchronous one.
+    // The panels of the warp's last tile, as they arrive. The fence orders this thread's copies, by
+    // the generic proxy, before the reads of wgmma, by the asynchronous one.
     __device__ __forceinline__ void publish_pending() {
-        if (!has_pending) return;
-        has_pending = false;
-        publish_from<0>(next.previous());
+        if (pending >= 0) publish_from<0>(pending);
+        pending = -1;
     }
     template <int N> __device__ __forceinline__ void publish_from(int stage) {
         cp_async_wait<PANELS - 1 - N>();

@@ -54,6 +54,8 @@ struct Work {
 };
 constexpr int WORKS = 2;
 
+constexpr int TILE_WARPS = 2;                               // that load a tile
+
 struct SharedPlan {
     SmemTile<BLOCK_Q, HEAD_DIM> q;
     KeyStage stages[KV_STAGES];
@@ -62,11 +64,11 @@ struct SharedPlan {
     u64 work_full[WORKS], work_empty[WORKS];
     Work works[WORKS];
 
-    // Once, by one thread. full: each producer warp arrives. empty: each value warp. p_full: each
-    // score warp. work_full: a producer warp; work_empty: each warp of the other roles.
+    // Once, by one thread. full: each warp that loads a tile arrives. empty: each value warp.
+    // p_full: each score warp. work_full: a producer warp; work_empty: each warp of other roles.
     __device__ __forceinline__ void init_barriers() {
         for (int i = 0; i < KV_STAGES * PANELS; ++i) {
-            mbarrier_init(shared_address(&full[i]), ROLE_WARPS);
+            mbarrier_init(shared_address(&full[i]), TILE_WARPS);
             mbarrier_init(shared_address(&empty[i]), 2 * ROLE_WARPS);
         }
         for (u64& barrier : p_full) mbarrier_init(shared_address(&barrier), ROLE_WARPS);
