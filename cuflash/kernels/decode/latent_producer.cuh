@@ -31,6 +31,7 @@ template <bool ONE_PAGE> struct TileRows {
     __device__ __forceinline__ const unsigned char* operator[](int i) const {
         return i < count ? first + i * step : nullptr;
     }
+    __device__ __forceinline__ bool all_exist() const { return count >= ROWS_OF_THREAD; }
 };
 template <> struct TileRows<false> {
     const unsigned char* each[ROWS_OF_THREAD];
@@ -45,6 +46,12 @@ template <> struct TileRows<false> {
         }
     }
     __device__ __forceinline__ const unsigned char* operator[](int i) const { return each[i]; }
+    __device__ __forceinline__ bool all_exist() const {
+        bool all = true;
+        #pragma unroll
+        for (const unsigned char* row : each) all &= row != nullptr;
+        return all;
+    }
 };
 
 class LatentProducer {
@@ -112,22 +119,36 @@ private:
     template <class Rows>
     __device__ __forceinline__ void load_tile(const Rows& sources, const unsigned char* any) {
         const int first_column = thread % 8 * CHUNK_ELEMENTS;
-        const u32 target = shared_address(&shared.stages[next.index].k)
-                         + tile_offset<BLOCK_K>(thread / 8, first_column);
+        const int head_dim = args.arrays.shape.head_dim;
+        const bool is_whole = head_dim == HEAD_DIM && sources.all_exist();
+        if (__ballot_sync(WHOLE_WARP, is_whole) == WHOLE_WARP) {
+            const unsigned char* rows[ROWS_OF_THREAD];
+            #pragma unroll
+            for (int i = 0; i < ROWS_OF_THREAD; ++i) rows[i] = sources[i] + first_column * 2;
+            load_panels([&](u32 target, int i, int panel) {
+                cp_async_16(target, rows[i] + panel * PANEL_ROW_BYTES);
+            });
+        } else {
+            load_panels([&](u32 target, int i, int panel) {
+                const unsigned char* source = sources[i];
+                const int column = panel * PANEL_COLUMNS + first_column;
+                const int columns = source == nullptr ? 0 : head_dim - column;
+                const int bytes = min(max(columns, 0), CHUNK_ELEMENTS) * 2;
+                cp_async_16_partly(target, bytes > 0 ? source + column * 2 : any, bytes);
+            });
+        }
+    }
+    // Calls load(target, i, panel) for the thread's chunk of its i-th row of each panel.
+    template <class Load> __device__ __forceinline__ void load_panels(Load load) {
+        const u32 tile = shared_address(&shared.stages[next.index].k)
+                       + tile_offset<BLOCK_K>(thread / 8, thread % 8 * CHUNK_ELEMENTS);
         #pragma unroll
         for (int n = 0; n < PANELS; ++n) {
-            const int panel = panel_at(n), column = panel * PANEL_COLUMNS + first_column;
-            const int columns = args.arrays.shape.head_dim - column;
+            const int panel = panel_at(n);
             mbarrier_wait(barrier_at(shared.empty, next.index * PANELS + panel), next.phase ^ 1);
             #pragma unroll
-            for (int i = 0; i < ROWS_OF_THREAD; ++i) {
-                const unsigned char* source = sources[i];
-                const bool exists = source != nullptr;
-                const int bytes = exists ? min(max(columns, 0), CHUNK_ELEMENTS) * 2 : 0;
-                cp_async_16_partly(
-                    target + panel * PANEL_BYTES + i * ROWS_AT_ONCE * PANEL_ROW_BYTES,
-                    bytes > 0 ? source + column * 2 : any, bytes);
-            }
+            for (int i = 0; i < ROWS_OF_THREAD; ++i)
+                load(tile + panel * PANEL_BYTES + i * ROWS_AT_ONCE * PANEL_ROW_BYTES, i, panel);
             cp_async_commit();
         }
     }
