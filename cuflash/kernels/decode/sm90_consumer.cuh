@@ -157,19 +157,11 @@ private:
         float reference[2];
         #pragma unroll
         for (int half = 0; half < 2; ++half)
-            reference[half] = raise_max(exp, m[half], l[half], fmaxf(m[half], row_max(half)),
+            reference[half] = raise_max(exp, m[half], l[half], fmaxf(m[half], row_max(s, half)),
                                         [&](float factor) { factors[half] = factor; });
         weigh<S_COUNT>(exp, reference, l, [&](int n) -> float& { return s[n]; });
         if constexpr (DROPOUT) lane_rows.apply_dropout(scores, first_key);
         return is_masked;
-    }
-    // The maximum of the lane's row of S.
-    __device__ __forceinline__ float row_max(int half) const {
-        float most = s[half * 2];
-        #pragma unroll
-        for (int i = 0; i < S_COUNT / 4; ++i)
-            most = fmaxf(fmaxf(most, s[i * 4 + half * 2]), s[i * 4 + half * 2 + 1]);
-        return quad_max(most);
     }
 
     // acc += P V of the NaN and infinities of a partly masked tile k of V, which the producer
