@@ -257,7 +257,8 @@ def split_plan(
     )
 
 
-_MERGED_COLUMNS = 64  # of a warp: finish/merge_parts.cu
+# finish/merge_parts.cu: columns of a warp; rows of a block, if more than few.
+_MERGED_COLUMNS, _MERGED_ROWS, _FEW_ROWS = 64, 4, 16
 
 
 def _merge_launch(
@@ -266,6 +267,11 @@ def _merge_launch(
     """Merges the parts of row tiles that are cut."""
     rows = min(max(rows_of_head(problem), 1), tile.block_q)
     warps = ceil_div(problem.head_dim_v, _MERGED_COLUMNS)
+    # To find a balanced part takes as long as to merge a few rows; with many
+    # rows there are more blocks than run at once.
+    blocks = rows
+    if is_balanced(problem) and rows > _FEW_ROWS:
+        blocks = ceil_div(rows, _MERGED_ROWS)
     kept = {
         "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "Arguments",
         "WINDOW", "SINK", "PACKED", "MAX_SCORE",
@@ -278,6 +284,7 @@ def _merge_launch(
         constants=(
             *constants,
             ("MERGE_ROWS", rows),
+            ("MERGE_BLOCKS", blocks),
             ("NUM_WARPS", warps),
             ("HAS_MASK", False),
             ("SEGMENTS", False),
@@ -287,7 +294,7 @@ def _merge_launch(
         threads=32 * warps,
         ptxas_level=3,  # loads under way together
     )
-    return Launch(kernel, runs * rows, overlaps=True)
+    return Launch(kernel, runs * blocks, overlaps=True)
 
 
 FORWARD = Maker(_forward, _shared, _fits)

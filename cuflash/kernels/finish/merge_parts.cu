@@ -1,13 +1,13 @@
 // Merges what the blocks of a decode kernel computed of the same row from parts of the keys, in the
 // order of the parts (merged_row.cuh), and adds the head's sink.
 //
-// Grid: blockIdx.x = run * MERGE_ROWS + row, with a run for each row tile, or, if parts are
-// balanced, for each block of the decode kernel (parts.cuh). Block: a warp for each 32 COLUMNS
-// columns.
+// Grid: blockIdx.x = run * MERGE_BLOCKS + first row, with a run for each row tile, or, if parts are
+// balanced, for each block of the decode kernel (parts.cuh). A block has every MERGE_BLOCKS-th row:
+// to find a balanced part takes as long as some rows. Block: a warp for each 32 COLUMNS columns.
 //
-// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; NUM_WARPS, BLOCK_Q,
-// BLOCK_K, CAUSAL, BALANCED, those of a KV cache (constants.cuh), SINK, WINDOW; Arguments. No
-// shared memory.
+// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; MERGE_BLOCKS; NUM_WARPS,
+// BLOCK_Q, BLOCK_K, CAUSAL, BALANCED, those of a KV cache (constants.cuh), SINK, WINDOW; Arguments.
+// No shared memory.
 //
 // Bound by latency: the parts are in L2. So a lane has the loads of many parts under way, and the
 // kernel starts before the parts are there (Launch.overlaps).
@@ -27,20 +27,8 @@ template <class Real> struct MergedMax {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
-merge_parts(const __grid_constant__ Arguments args) {
-    // In one block, even if it has no parts: this kernel's end must imply that of the one before,
-    // whose results the next kernel reads.
-    if (blockIdx.x == 0) griddepcontrol_wait();
-
-    const int row = blockIdx.x % MERGE_ROWS;
-    Part part;
-    if (!Parts::find_cut_row_tile(args, blockIdx.x / MERGE_ROWS, part)) return;
-    const RowTile rows(args, part);
-    if (!rows.exists(row)) return;
-
-    griddepcontrol_wait();                                  // for the parts
-
+__device__ __forceinline__ void merge_row(
+    const Arguments& args, const Part& part, const RowTile& rows, int row) {
     const int head_dim_v = args.arrays.shape.head_dim_v, lane = threadIdx.x % 32;
     const int first_column = threadIdx.x / 32 * 32 * COLUMNS + lane;
     const Real* numbers = static_cast<const Real*>(args.split_lse) + row * PART_NUMBERS;
@@ -69,4 +57,20 @@ merge_parts(const __grid_constant__ Arguments args) {
         const int column = first_column + i * 32;
         if (column < head_dim_v) result.store(column, merged.column(i));
     }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
+merge_parts(const __grid_constant__ Arguments args) {
+    // In one block, even if it has no parts: this kernel's end must imply that of the one before,
+    // whose results the next kernel reads.
+    if (blockIdx.x == 0) griddepcontrol_wait();
+
+    Part part;
+    if (!Parts::find_cut_row_tile(args, blockIdx.x / MERGE_BLOCKS, part)) return;
+    const RowTile rows(args, part);
+    griddepcontrol_wait();                                  // for the parts
+    #pragma unroll 1
+    for (int row = blockIdx.x % MERGE_BLOCKS; row < MERGE_ROWS && rows.exists(row);
+         row += MERGE_BLOCKS)
+        merge_row(args, part, rows, row);
 }
