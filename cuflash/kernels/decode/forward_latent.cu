@@ -40,7 +40,7 @@
 
 // An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups, which
 // begin with 128 each. The producer finds its parts without spilling.
-constexpr int PRODUCER_REGISTERS = 80, VALUE_REGISTERS = 160;
+constexpr int PRODUCER_REGISTERS = 96, VALUE_REGISTERS = 160;
 constexpr int SCORE_REGISTERS = 512 - PRODUCER_REGISTERS - 2 * VALUE_REGISTERS;
 
 // Calls compute(work) for each of the block's parts.

@@ -9,6 +9,9 @@
 #include "decode/key_rows.cuh"
 #include "decode/latent_shared.cuh"
 
+// Panels that are published together: a fence takes long.
+constexpr int PANELS_AT_ONCE = 3;
+
 // A thread's chunks of a panel: rows thread / 8 + 8 i, the chunk thread % 8.
 constexpr int TILE_THREADS = TILE_WARPS * 32;
 constexpr int ROWS_AT_ONCE = TILE_THREADS / 8, ROWS_OF_THREAD = BLOCK_K / ROWS_AT_ONCE;
@@ -160,10 +163,12 @@ private:
         pending = -1;
     }
     template <int N> __device__ __forceinline__ void publish_from(int stage) {
-        cp_async_wait<PANELS - 1 - N>();
+        constexpr int END = N + PANELS_AT_ONCE < PANELS ? N + PANELS_AT_ONCE : PANELS;
+        cp_async_wait<PANELS - END>();
         fence_async_proxy();
         __syncwarp();
-        mbarrier_arrive_if(lane == 0, barrier_at(shared.full, stage * PANELS + panel_at(N)));
-        if constexpr (N + 1 < PANELS) publish_from<N + 1>(stage);
+        mbarrier_arrive_if(lane < END - N,
+                           barrier_at(shared.full, stage * PANELS + panel_at(N + lane)));
+        if constexpr (END < PANELS) publish_from<END>(stage);
     }
 };
