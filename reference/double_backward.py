@@ -47,7 +47,17 @@ X' = scale (ddQ K^T + Q ddK^T)
     d2V &= (P \circ (W - b))^T dO \\
     d2B &= T
 
-and a sink, a key of score s and velocity dds whose value is 0, has
+A score_mod f, after these, has slopes f_x and f_a by the score that comes in
+and by its arrays, which move along u, too. With T_B and dS_B in place of T and
+dS in all but d2V,
+
+.. math::
+    T_B &= f_x T + f_x' dS,\quad dS_B = f_x dS \\
+    d2a_n &= \sum (f_a T + f_a' dS)
+
+over all pairs that read element n.
+
+And a sink, a key of score s and velocity dds whose value is 0, has
 d2s = -sum_i P_s (D dds + E). Dropout's Z multiplies P in front of V and dO,
 and so dP, U, and P (W - b) in d2V; the sums that define D, b and E include it
 where O and ddO do.
@@ -79,12 +89,14 @@ np.True_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .attention import default_scale
 from .backward import delta
+from .expressions import add_gradients
 from .lse_rest import lse_rests
 from .masks import masked, masked_product, tiles
 from .options import Options, Tile, Tiles
@@ -97,7 +109,8 @@ from .tile_state import probabilities_from_lse
 class SecondGradients(NamedTuple):
     """Gradients with respect to backward's inputs, with their shapes.
 
-    d2bias is None without a bias, d2sink without a sink.
+    d2bias is None without a bias, d2sink without a sink. d2mod has those of
+    the arrays of return_dmod, by name; None without any.
     """
 
     d2q: np.ndarray
@@ -107,6 +120,7 @@ class SecondGradients(NamedTuple):
     d2bias: np.ndarray | None
     d2sink: np.ndarray | None
     ddlse: np.ndarray
+    d2mod: dict[str, np.ndarray] | None = None
 
 
 def double_backward(
@@ -122,6 +136,7 @@ def double_backward(
     *,
     ddbias: np.ndarray | None = None,
     ddsink: np.ndarray | None = None,
+    ddmods: Mapping[str, np.ndarray] | None = None,
     dlse: np.ndarray | None = None,
     scale: float | None = None,
     block_q: int = 64,
@@ -135,6 +150,8 @@ def double_backward(
     ddq, ddk, ddv, ddbias, ddsink : array_like or None
         Cotangents of dq, dk, dv, dbias and dsink, with their shapes; None
         is 0.
+    ddmods : dict of str to array_like, optional
+        Those of the gradients of mod_arrays.
     dout, q, k, v, out, lse, scale, block_q, block_k, dlse, **options
         As in `backward.key_outer`.
 
@@ -142,7 +159,7 @@ def double_backward(
     -------
     SecondGradients
     """
-    direction = Direction(ddq, ddk, ddv, ddbias, ddsink)
+    direction = Direction(ddq, ddk, ddv, ddbias, ddsink, ddmods or {})
     blocks = block_q, block_k
     p = _Pass(dout, q, k, v, out, lse, scale, dlse, direction, blocks, options)
     for q_start, q_stop in tiles(p.seqlen_q, block_q):
@@ -194,6 +211,7 @@ class _Pass:
         self.b, self.e = np.zeros(lse.shape), np.zeros(lse.shape)
         self.ddout = np.zeros(dout.shape)
         self.d2q, self.d2k, self.d2v = (np.zeros(x.shape) for x in (q, k, v))
+        self.d2mod = self.options.zeros_of_mod()
         self.d2bias = None
         if self.options.bias is not None:
             self.d2bias = np.zeros(np.shape(self.options.bias))
@@ -239,6 +257,7 @@ class _Pass:
             self.d2bias,
             d2sink,
             self.b,
+            self.d2mod or None,
         )
 
 
@@ -251,10 +270,12 @@ class _Tile:
         self.keys = keys = (..., tile.keys, slice(None))
         q, k = p.q[rows], p.k[keys]
         scores = p.pairs.scores(q, k, tile)
-        s, self.slope, self.visible = scores.s, scores.slope, scores.visible
+        self.scores, self.visible = scores, scores.visible
         lse, rest = p.lse[..., tile.queries], p.rest[..., tile.queries]
-        self.p = probabilities_from_lse(s, lse, self.visible, rest)
-        self.w, self.x_dot = p.direction.of_scores(p.pairs, q, k, tile, scores)
+        self.p = probabilities_from_lse(scores.s, lse, self.visible, rest)
+        self.moving, x_dot = p.direction.moving(p.pairs, q, k, tile, scores)
+        self.w = masked(self.moving.w, self.visible)
+        self.x_dot = masked(x_dot, self.visible)
         dp = rows_with_rows(p.dout[rows], p.v[keys])
         self.dp = p.pairs.dropped(dp, tile)
         self.ds = score_gradient(
@@ -299,15 +320,17 @@ class _Tile:
     @quiet
     def add_of_scores(self) -> None:
         """Add the terms of T and dS to d2Q, d2K and d2B."""
-        whole, scale, t = self.whole, self.whole.scale, self.t()
+        whole, scale = self.whole, self.whole.scale
+        ds, t = self._before_mod(self.ds, self.t())
         if whole.d2bias is not None:
             part = self.tile.of(whole.d2bias)
             _add(part, reduce_to_shape(t, part.shape))
         q, k = whole.q[self.rows], whole.k[self.keys]
-        ds, t = self.ds * self.slope, t * self.slope
-        curvature = whole.pairs.curvature(q, k)
+        slope, curvature = self.scores.slope_cap, whole.pairs.curvature(q, k)
+        t = t * slope
         if curvature is not None:
-            t = t + curvature * self.ds * self.x_dot
+            t = t + curvature * ds * self.x_dot
+        ds = ds * slope
         d2q, d2k = whole.d2q[self.rows], whole.d2k[self.keys]
         _add(d2q, self._times(t, k), scale)
         _add(d2k, self._transposed(t, q), scale)
@@ -316,6 +339,19 @@ class _Tile:
             _add(d2q, self._times(ds, ddk[self.keys]), scale)
         if ddq is not None:
             _add(d2k, self._transposed(ds, ddq[self.rows]), scale)
+
+    def _before_mod(
+        self, ds: np.ndarray, t: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return dS_B and T_B, and add to d2a."""
+        if self.scores.argument is None:
+            return ds, t
+        totals, visible = self.whole.d2mod, self.visible
+        add_gradients(totals, self.scores.gathers, t, visible)
+        add_gradients(totals, self.moving.gathers, ds, visible)
+        slope = self.scores.slope_bias
+        moved = masked(slope * t + self.moving.slope * ds, visible)
+        return masked(slope * ds, visible), moved
 
     def _times(self, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
         return masked_product(weights, values, self.visible)

@@ -80,7 +80,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from .scores import quiet
 
 Function = Callable[..., Any]
-SCORE = "score"  # what a slope is with respect to, beside gathers
+# What a slope is with respect to, beside gathers; and along a direction.
+SCORE, MOTION = "score", "motion"
 
 
 class HeadIndices(NamedTuple):
@@ -155,6 +156,22 @@ class Modified(NamedTuple):
     gathers: dict[Gather, np.ndarray]
 
 
+class Moving(NamedTuple):
+    """How a tile's scores move in a direction, and their derivatives.
+
+    Attributes
+    ----------
+    w, slope : ndarray or float, broadcastable to the tile
+        Tangents of the score after score_mod, and of `Modified.slope`.
+    gathers : dict of Gather to ndarray
+        Tangents of `Modified.gathers`.
+    """
+
+    w: np.ndarray
+    slope: np.ndarray | float
+    gathers: dict[Gather, np.ndarray]
+
+
 @quiet
 def score(
     function: Function,
@@ -178,15 +195,53 @@ def score(
     """
     own = Dual(s, {SCORE: np.ones(())})
     named = _arguments(function, place, arrays, gradients)
+    result = _called(function, own, place, named)
+    slopes = dict(result.slopes)
+    slope = slopes.pop(SCORE, 0.0)
+    found = np.broadcast_to(result.value, s.shape).astype(np.float64)
+    return Modified(found, slope, slopes)
+
+
+@quiet
+def moving(
+    function: Function,
+    s: np.ndarray,
+    place: Place,
+    arrays: Mapping[str, Any],
+    s_dot: np.ndarray,
+    dots: Mapping[str, np.ndarray],
+    gradients: tuple[str, ...] = (),
+) -> Moving:
+    """Return how f of a tile's scores moves, and its derivatives.
+
+    Parameters
+    ----------
+    function, s, place, arrays, gradients
+        As in `score`.
+    s_dot : ndarray, broadcastable to s
+        The tangent of s.
+    dots : dict of str to ndarray
+        Tangents of some of the arrays.
+    """
+    own = Dual(s, {SCORE: np.ones(()), MOTION: np.asarray(s_dot)})
+    named = _arguments(function, place, arrays, gradients, dots)
+    result = _called(function, own, place, named)
+    w = result.slopes.get(MOTION, np.zeros(()))
+    slopes = dict(result.bends)
+    slope = slopes.pop(SCORE, 0.0)
+    return Moving(w, slope, slopes)
+
+
+def _called(
+    function: Function, own: Dual, place: Place, named: dict[str, Any]
+) -> Dual:
+    """Return what score_mod returns."""
     result = _dual(function(own, *place.indices(), **named))
     if result.value.dtype.kind not in "fiu":
         raise TypeError(
             f"score_mod returned {result.value.dtype}, which is no score"
         )
-    slopes = dict(result.slopes)
-    slope = slopes.pop(SCORE, 0.0)
-    found = np.broadcast_to(result.value, s.shape).astype(np.float64)
-    return Modified(found, slope, slopes)
+    return result
 
 
 @quiet
@@ -246,12 +301,14 @@ def _arguments(
     place: Place,
     arrays: Mapping[str, Any],
     gradients: tuple[str, ...],
+    dots: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """Return the named arguments that a function has."""
+    moved = dots or {}
     given: dict[str, Any] = {
         name: Dual(x)
         if isinstance(x, (bool, int, float, np.generic))
-        else Array(name, x, name in gradients)
+        else Array(name, x, name in gradients, moved.get(name))
         for name, x in arrays.items()
     }
     parameters = inspect.signature(function).parameters
@@ -294,6 +351,8 @@ class Array:
     name : str
     values : array_like
     needs_gradient : bool
+    dot : array_like, optional
+        The tangent of values.
 
     Attributes
     ----------
@@ -301,9 +360,14 @@ class Array:
     """
 
     def __init__(
-        self, name: str, values: np.ndarray, needs_gradient: bool
+        self,
+        name: str,
+        values: np.ndarray,
+        needs_gradient: bool,
+        dot: np.ndarray | None = None,
     ) -> None:
         self.name, self.values = name, _wide(values)
+        self.dot = None if dot is None else _wide(dot)
         self.needs_gradient, self.shape = needs_gradient, self.values.shape
 
     def __getitem__(self, index: Any) -> Dual:
@@ -330,6 +394,8 @@ class Array:
         read = Dual(np.where(inside, self.values[safe], nothing))
         if self.needs_gradient:
             read.slopes[Gather(self.name, safe, inside)] = np.ones(())
+        if self.dot is not None:
+            read.slopes[MOTION] = np.where(inside, self.dot[safe], 0.0)
         return read
 
 
@@ -353,15 +419,21 @@ class Dual(NDArrayOperatorsMixin):
     Attributes
     ----------
     value : ndarray of bool, int64 or float64
-    slopes : dict of SCORE or Gather to ndarray
+    slopes : dict of SCORE, Gather or MOTION to ndarray
         The derivatives that are not 0, broadcastable to value.
+    bends : dict of SCORE or Gather to ndarray
+        The derivatives of these slopes along MOTION.
     """
 
     def __init__(
-        self, value: Any, slopes: dict[Any, np.ndarray] | None = None
+        self,
+        value: Any,
+        slopes: dict[Any, np.ndarray] | None = None,
+        bends: dict[Any, np.ndarray] | None = None,
     ) -> None:
         self.value = _wide(value)
         self.slopes = {} if slopes is None else slopes
+        self.bends = {} if bends is None else bends
 
     def astype(self, dtype: Any) -> Dual:
         """Return bools, integers or reals.
@@ -374,7 +446,7 @@ class Dual(NDArrayOperatorsMixin):
         if kind in "iu":
             held = np.abs(self.value) < 2.0**63  # False for NaN
             return Dual(np.where(held, self.value, 0).astype(np.int64))
-        return Dual(self.value.astype(np.float64), self.slopes)
+        return Dual(self.value.astype(np.float64), self.slopes, self.bends)
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -418,8 +490,8 @@ def _apply(ufunc: np.ufunc, *inputs: Dual) -> Dual:
         values = [x.astype(np.int64) for x in values]
     y = ufunc(*values)
     if ufunc in _BRANCHES:
-        is_first = _apply(_BRANCHES[ufunc], *inputs)
-        return Dual(y, _where(is_first, *inputs).slopes)
+        taken = _where(_apply(_BRANCHES[ufunc], *inputs), *inputs)
+        return Dual(y, taken.slopes, taken.bends)
     if ufunc in _FLAT or not any(x.slopes for x in inputs):
         return Dual(y)
     if ufunc not in _SLOPES:
@@ -430,19 +502,53 @@ def _apply(ufunc: np.ufunc, *inputs: Dual) -> Dual:
         for seed, slope in x.slopes.items():
             term = np.where(np.equal(factor, 0), 0.0, factor * slope)
             slopes[seed] = slopes.get(seed, 0.0) + term
-    return Dual(y, slopes)
+    return Dual(y, slopes, _bends(ufunc, y, values, inputs, slopes))
+
+
+def _bends(
+    ufunc: np.ufunc,
+    y: Any,
+    values: list[Any],
+    inputs: tuple[Dual, ...],
+    slopes: dict[Any, np.ndarray],
+) -> dict[Any, np.ndarray]:
+    r"""Return how slopes move, :math:`\sum_n (f_n)' dx_n + f_n (dx_n)'`.
+
+    The partial derivatives f_n move with y and the operands: they are
+    computed of these as Duals.
+    """
+    if MOTION not in slopes or len(slopes) == 1:
+        return {}
+    moving = [
+        Dual(
+            np.asarray(x, np.float64),
+            {MOTION: dual.slopes.get(MOTION, np.zeros(()))},
+        )
+        for x, dual in zip(values, inputs, strict=True)
+    ]
+    factors = _SLOPES[ufunc](Dual(y, {MOTION: slopes[MOTION]}), *moving)
+    bends: dict[Any, np.ndarray] = {}
+    for x, factor in zip(inputs, map(_dual, factors), strict=True):
+        for seed in (x.slopes | x.bends).keys() - {MOTION}:
+            for a, b in (
+                (x.slopes.get(seed, 0.0), factor.slopes.get(MOTION, 0.0)),
+                (factor.value, x.bends.get(seed, 0.0)),
+            ):
+                none = np.equal(a, 0) | np.equal(b, 0)
+                term = np.where(none, 0.0, np.multiply(a, b))
+                bends[seed] = bends.get(seed, 0.0) + term
+    return bends
 
 
 def _where(condition: Any, x: Any, y: Any) -> Dual:
     """Return x or y, with the slopes of the one that is taken."""
     takes_x, x, y = _dual(condition).value != 0, _dual(x), _dual(y)
-    seeds = {**x.slopes, **y.slopes}
     return Dual(
         np.where(takes_x, x.value, y.value),
-        {
-            s: np.where(takes_x, x.slopes.get(s, 0.0), y.slopes.get(s, 0.0))
-            for s in seeds
-        },
+        *(
+            {s: np.where(takes_x, a.get(s, 0.0), b.get(s, 0.0)) for s in a | b}
+            for a, b in ((x.slopes, y.slopes), (x.bends, y.bends))
+        ),
     )
 
 
@@ -485,7 +591,7 @@ _FLAT = _OF_BOOLS | {
 
 def _power_slopes(y: Any, x: Any, n: Any) -> tuple[Any, Any]:
     """Return n x^(n-1) and x^n log(x), 0 where n or x^n is 0."""
-    x, n = np.asarray(x, np.float64), np.asarray(n, np.float64)
+    x, n = x * 1.0, n * 1.0
     of_x = np.where(n == 0, 0.0, n * x ** (n - 1))
     return of_x, np.where(y == 0, 0.0, y * np.log(x))
 

@@ -71,6 +71,7 @@ True True
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,6 +201,7 @@ def jvp(
     *,
     bias_dot: np.ndarray | None = None,
     sink_dot: np.ndarray | None = None,
+    mod_dots: Mapping[str, np.ndarray] | None = None,
     scale: float | None = None,
     block_q: int = 64,
     block_k: int = 64,
@@ -216,6 +218,8 @@ def jvp(
     q_dot, k_dot, v_dot, bias_dot, sink_dot : array_like, optional
         See `tangents.Direction`: None does not move; axes before those of q
         are directions.
+    mod_dots : dict of str to array_like, optional
+        Tangents of mod_arrays.
     scale : float, optional
     block_q, block_k : int, optional
         Tile sizes; they need not divide the lengths.
@@ -229,7 +233,8 @@ def jvp(
         and lse.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    direction = Direction(q_dot, k_dot, v_dot, bias_dot, sink_dot)
+    moves = q_dot, k_dot, v_dot, bias_dot, sink_dot
+    direction = Direction(*moves, mods=mod_dots or {})
     together = Options.of(q, options)
     scale = default_scale(q.shape[-1]) if scale is None else scale
     pairs = Tiles(q.shape[-2], k.shape[-2], scale, together)

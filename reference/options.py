@@ -49,7 +49,7 @@ import numpy as np
 
 from . import expressions, masks, scores
 from .dropout import Dropout
-from .expressions import Function, Gather, HeadIndices, Place
+from .expressions import Function, Gather, HeadIndices, Moving, Place
 from .masks import Visibility, Window
 from .scores import quiet
 from .tile_state import TileState
@@ -226,6 +226,10 @@ class Scores(NamedTuple):
         With respect to a bias; 1.0 without score_mod.
     gathers : dict of Gather to ndarray
         With respect to what score_mod reads; see `expressions.Modified`.
+    slope_cap : ndarray or float, broadcastable to s
+        The softcap's slope; 1.0 without.
+    argument : ndarray, (..., rows, keys), or None
+        What score_mod is given; None without one.
     """
 
     s: np.ndarray
@@ -233,6 +237,8 @@ class Scores(NamedTuple):
     visible: np.ndarray | None
     slope_bias: np.ndarray | float = 1.0
     gathers: Mapping[Gather, np.ndarray] = {}
+    slope_cap: np.ndarray | float = 1.0
+    argument: np.ndarray | None = None
 
 
 class Tiles:
@@ -303,19 +309,53 @@ class Tiles:
         if not (o.alibi_slopes is o.bias is None):
             s = scores.in_range(s, o.largest_score)
         if o.score_mod is None:
-            return Scores(_masked(s, visible), slope, visible)
+            s = _masked(s, visible)
+            return Scores(s, slope, visible, slope_cap=slope)
+        argument = s
         s, of_mod, gathers = expressions.score(
             *(o.score_mod, s, self._place(tile), o.mod_arrays or {}),
             gradients=o.return_dmod,
         )
         s = _masked(scores.in_range(s, o.largest_score), visible)
-        return Scores(s, slope * of_mod, visible, of_mod, gathers)
+        derivatives = slope * of_mod, visible, of_mod, gathers
+        return Scores(s, *derivatives, slope, argument)
+
+    @quiet
+    def moving(
+        self,
+        scores: Scores,
+        tile: Tile,
+        w: np.ndarray,
+        dots: Mapping[str, np.ndarray],
+    ) -> Moving:
+        """Return how a tile's scores move; see `expressions.moving`.
+
+        Parameters
+        ----------
+        scores : Scores
+            The tile's.
+        tile : Tile
+        w : ndarray
+            The tangent of what score_mod is given.
+        dots : dict of str to ndarray
+            Those of its arrays.
+        """
+        o = self.options
+        if o.score_mod is None or scores.argument is None:
+            return Moving(w, 0.0, {})
+        found = expressions.moving(
+            *(o.score_mod, scores.argument, self._place(tile)),
+            *(o.mod_arrays or {}, w, dots),
+            gradients=o.return_dmod,
+        )
+        shape = np.broadcast_shapes(np.shape(found.w), scores.argument.shape)
+        return found._replace(w=np.broadcast_to(found.w, shape))
 
     @quiet
     def curvature(self, q: np.ndarray, k: np.ndarray) -> np.ndarray | None:
-        """Return the second derivative of scores; None if it is 0.
+        """Return the second derivative of capped scores; None if it is 0.
 
-        With respect to scale * QK^T, as the slope of `Scores`.
+        With respect to scale * QK^T, as `Scores.slope_cap`.
 
         Parameters
         ----------
@@ -323,8 +363,6 @@ class Tiles:
         k : ndarray, (..., keys, head_dim)
         """
         o = self.options
-        if o.score_mod is not None:
-            raise NotImplementedError("second derivatives of score_mod")
         if o.softcap is None:
             return None
         s = scores.scores_of(q, k, self.scale, largest=o.largest_score)

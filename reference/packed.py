@@ -253,12 +253,15 @@ def packed_double_backward(
     Returns
     -------
     SecondGradients
-        0 for tokens of no sequence; d2sink is summed over all sequences.
+        0 for tokens of no sequence; d2sink and d2mod are summed over all
+        sequences.
     """
     dout, q, k, v, out, lse = (
         np.asarray(x, np.float64) for x in (dout, q, k, v, out, lse)
     )
-    sink = options.get("sink")
+    sink, arrays = options.get("sink"), options.get("mod_arrays") or {}
+    wanted = options.get("return_dmod", ())
+    d2mod = {x: np.zeros(np.shape(arrays[x])) for x in wanted}
     results = SecondGradients(
         d2q=np.zeros(q.shape),
         d2k=np.zeros(k.shape),
@@ -267,6 +270,7 @@ def packed_double_backward(
         d2bias=None,
         d2sink=None if sink is None else np.zeros(np.shape(sink)),
         ddlse=np.zeros(lse.shape),
+        d2mod=d2mod or None,
     )
     totals = q.shape[-2], k.shape[-2]
     for b, rows, keys in spans(cu_seqlens_q, cu_seqlens_k, *totals):
@@ -283,9 +287,12 @@ def packed_double_backward(
         indices: tuple[Any, ...] = (
             *(queries, of_keys, of_keys, queries), ..., ..., (..., rows),
         )  # fmt: skip
-        for result, part, index in zip(results, parts, indices, strict=True):
+        pairs = zip(results[:-1], parts[:-1], indices, strict=True)
+        for result, part, index in pairs:
             if result is not None:
                 result[index] += part
+        for name, part in (parts.d2mod or {}).items():
+            d2mod[name] += part
     return results
 
 

@@ -9,8 +9,10 @@ has the slope g, and a bias is added last, so that scores move with
     W &= S' = g \circ X' + B'.
 
 ALiBi adds nothing to W, because slopes do not move. A masked pair has no
-score, so W is 0 there, whatever stands in Q' and K'. A score_mod
-(`expressions`) multiplies W by its slope; its arrays do not move.
+score, so W is 0 there, whatever stands in Q' and K'. A score_mod f
+(`expressions`), whose arrays a may move with velocities a', maps W to
+
+.. math:: f_x W + \sum_a f_a a'.
 
 Example
 -------
@@ -37,10 +39,12 @@ True
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
+from .expressions import Moving
 from .masks import masked
 from .options import Scores, Tile, Tiles
 from .scores import quiet, rows_with_rows
@@ -59,6 +63,8 @@ class Direction:
     sink : array_like, broadcastable to (...), or None
         The leading axes are those of the call's q, after any number of
         others: several directions at once.
+    mods : dict of str to array_like
+        Of some of mod_arrays, with their shapes: one direction.
     """
 
     q: np.ndarray | None = None
@@ -66,13 +72,14 @@ class Direction:
     v: np.ndarray | None = None
     bias: np.ndarray | None = None
     sink: np.ndarray | None = None
+    mods: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            given = getattr(self, field.name)
-            if given is not None:
+        for x in fields(self):
+            given = getattr(self, x.name)
+            if given is not None and x.name != "mods":
                 wide = np.asarray(given, np.float64)
-                object.__setattr__(self, field.name, wide)
+                object.__setattr__(self, x.name, wide)
 
     def leading(self, q: np.ndarray) -> tuple[int, ...]:
         """Return the leading axes of results: those of q, after the others."""
@@ -95,6 +102,23 @@ class Direction:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return W and X' of a tile, both 0 where not visible.
 
+        The arguments are those of `moving`.
+        """
+        moving, x_dot = self.moving(pairs, q, k, tile, scores)
+        visible = scores.visible
+        return masked(moving.w, visible), masked(x_dot, visible)
+
+    @quiet
+    def moving(
+        self,
+        pairs: Tiles,
+        q: np.ndarray,
+        k: np.ndarray,
+        tile: Tile,
+        scores: Scores,
+    ) -> tuple[Moving, np.ndarray]:
+        """Return how the scores of a tile and their slopes move, and X'.
+
         Parameters
         ----------
         pairs : Tiles
@@ -111,7 +135,7 @@ class Direction:
         if self.k is not None:
             x_dot = x_dot + rows_with_rows(q, self.k[..., tile.keys, :])
         x_dot = pairs.scale * x_dot
-        w = scores.slope * x_dot
+        w = scores.slope_cap * x_dot
         if self.bias is not None:
-            w = w + scores.slope_bias * tile.of(self.bias)
-        return masked(w, scores.visible), masked(x_dot, scores.visible)
+            w = w + tile.of(self.bias)
+        return pairs.moving(scores, tile, w, self.mods), x_dot

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cuflash.api import foreign_names
 from cuflash.api.arrays import check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
-from cuflash.request.options import UNTRACED
+from cuflash.api.reads import look_at_functions
+from cuflash.request.mod_tangents import parted_tangents
+from cuflash.request.options import FORWARD
 from cuflash.request.problem import strip, strip_lse
+from cuflash.request.traced import in_slots
 from cuflash.request.validate import derivatives as validate_derivatives
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.api.types import Options
+    from cuflash.api.types import TracedOptions
 
 __all__ = ["double_backward", "jvp"]
 
 
-@foreign_names.our_names("cuflash.jvp", UNTRACED)
+@foreign_names.our_names("cuflash.jvp", FORWARD)
 def jvp(
     q: Any,
     k: Any,
@@ -30,13 +34,14 @@ def jvp(
     *positional: NoReturn,
     bias_dot: Any = None,
     sink_dot: Any = None,
+    mod_dots: Mapping[str, Any] | None = None,
     scale: float | None = None,
     causal: bool = False,
     block_q: int | None = None,
     block_k: int | None = None,
     precision: str | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[TracedOptions],
 ) -> tuple[Any, ...]:
     r"""`forward`, and its derivative along a direction.
 
@@ -55,6 +60,9 @@ def jvp(
     bias_dot, sink_dot : array, optional
         The tangents of `bias` and `sink`, with their shape and dtype, after
         the same axis of directions.
+    mod_dots : dict of arrays, optional
+        The tangents of arrays of `mod_arrays` that `score_mod` reads, by
+        name, with their shape and dtype, after the same axis of directions.
     scale, causal, **options
         As for `forward`. Slopes and scale do not move.
     block_q, block_k : int, optional
@@ -117,6 +125,7 @@ def jvp(
         "q_dot": q_dot, "k_dot": k_dot, "v_dot": v_dot, "bias_dot": bias_dot,
         "sink_dot": sink_dot,
     }  # fmt: skip
+    tangents |= parted_tangents(mod_dots, "mod_dots")
     given = {"q": q, "k": k, "v": v, **_there(tangents), **of_options}
     runner, arrays = open_arrays("jvp", given)
     call = validate_derivatives.jvp(
@@ -130,6 +139,7 @@ def jvp(
         return_lse=return_lse,
     )
     check_offsets(call)
+    look_at_functions(call, options.get("mask_mod"), asked, arrays)
     out, lse, out_dot, lse_dot = runner.jvp(call)
     runner.finish()
     out, out_dot = strip(out, call.rank), strip_each(out_dot, call)
@@ -139,7 +149,7 @@ def jvp(
     return out, strip_lse(lse, call.rank), out_dot, of_lse
 
 
-@foreign_names.our_names("cuflash.double_backward", UNTRACED)
+@foreign_names.our_names("cuflash.double_backward", FORWARD)
 def double_backward(
     ddq: Any,
     ddk: Any,
@@ -153,6 +163,7 @@ def double_backward(
     *positional: NoReturn,
     ddbias: Any = None,
     ddsink: Any = None,
+    ddmods: Mapping[str, Any] | None = None,
     dlse: Any = None,
     scale: float | None = None,
     causal: bool = False,
@@ -162,8 +173,9 @@ def double_backward(
     precision: str | None = None,
     return_d2bias: bool = False,
     return_d2sink: bool = False,
+    return_d2mod: tuple[str, ...] = (),
     return_ddlse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[TracedOptions],
 ) -> tuple[Any, ...]:
     r"""The gradients of `backward` with respect to its inputs.
 
@@ -181,6 +193,9 @@ def double_backward(
     ddbias, ddsink : array, optional
         The gradients of the loss with respect to `dbias` and `dsink`, with
         the shape and dtype of `bias` and `sink`.
+    ddmods : dict of arrays, optional
+        The gradients of the loss with respect to `backward`'s `dmod`, by the
+        names of arrays of `mod_arrays`, with their shape and dtype.
     dlse : array, optional
         As given to `backward`.
     scale, causal, **options
@@ -195,6 +210,8 @@ def double_backward(
         Whether to return the gradients with respect to `bias` and `sink`
         too. As `backward`'s `return_dbias`, `return_d2bias` with a broadcast
         bias and `deterministic` is an UnsupportedError.
+    return_d2mod : tuple of str, optional
+        The arrays of `mod_arrays` with respect to which gradients are wanted.
     return_ddlse : bool, optional
         Whether to return the gradient with respect to `dlse` too, which may
         be None, that is 0.
@@ -209,6 +226,9 @@ def double_backward(
     d2bias, d2sink : array
         Only with `return_d2bias` and `return_d2sink`. With the shape and
         dtype of `bias` and `sink`.
+    d2mod : dict of arrays
+        Only with `return_d2mod`, next: by name, with their arrays' shape and
+        dtype.
     ddlse : array
         Only with `return_ddlse`, last. With the shape and dtype of `lse`.
 
@@ -255,7 +275,7 @@ def double_backward(
     )
     cotangents = {
         "ddq": ddq, "ddk": ddk, "ddv": ddv, "ddbias": ddbias,
-        "ddsink": ddsink, "dlse": dlse,
+        "ddsink": ddsink, "dlse": dlse, **parted_tangents(ddmods, "ddmods"),
     }  # fmt: skip
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     given |= {**_there(cotangents), **of_options}
@@ -271,15 +291,22 @@ def double_backward(
         precision=precision,
         return_d2bias=return_d2bias,
         return_d2sink=return_d2sink,
+        return_d2mod=return_d2mod,
         return_ddlse=return_ddlse,
     )
     check_offsets(call)
+    look_at_functions(call, options.get("mask_mod"), asked, arrays)
     results = runner.double_backward(call)
     runner.finish()
     stripped = [strip(x, call.rank) for x in results[:4]]
     others = list(results[4:])
     if return_ddlse:
         others[-1] = strip_lse(others[-1], call.rank)
+    names = in_slots(return_d2mod, arrays)
+    first = len(others) - return_ddlse - len(names)
+    if names:
+        own = slice(first, first + len(names))
+        others[own] = [dict(zip(names, others[own], strict=True))]
     return *stripped, *others
 
 

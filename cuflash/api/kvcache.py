@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from cuflash.api import foreign_names
 from cuflash.api.arrays import CACHES, OUT, open_arrays, reads_values
 from cuflash.api.foreign_names import split_options
+from cuflash.api.reads import look_at_functions
 from cuflash.request.options import KVCACHE
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import kvcache as validate_kvcache
@@ -294,6 +295,7 @@ def forward_kvcache(
     )
     if reads_values(q):
         kvcache_values.values(call)
+    look_at_functions(call, None, asked, arrays)
     result, lse = runner.forward_kvcache(call)
     runner.finish()
     result = strip(result, rank) if out is None else out

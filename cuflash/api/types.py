@@ -86,6 +86,9 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
     class Options(OptionsOf[Array, int], total=False):
         """The rows of the option table, with the arrays of `forward`."""
 
+    class TracedOptions(Options, Traced, total=False):
+        """All of them."""
+
     class Scaled(TypedDict, total=False):
         """What a call that computes scores has."""
 

@@ -15,10 +15,13 @@ from cuflash.errors import (
     ValueRangeError,
     in_words,
 )
+from cuflash.expressions.nodes import Node
 from cuflash.request import checks
 from cuflash.request.problem import Problem
 from cuflash.request.validate import attention as validate
 
+from . import functions
+from .functions import Functions
 from .group import Group
 from .layouts import check_layout, check_length, offsets_of
 from .schedule import Mask
@@ -45,6 +48,8 @@ class Request:
     ulysses : int
     options : mapping
         Further arguments of a block's call.
+    functions : Functions or None
+        The user's.
     rank : int
         Axes of q as the user passed it.
     finish : callable
@@ -56,6 +61,7 @@ class Request:
     mask: Mask
     ulysses: int
     options: Mapping[str, Any]
+    functions: Functions | None
     rank: int
     finish: Callable[[], None]
 
@@ -75,11 +81,18 @@ def check(
             "cuflash.distributed.group_from_environment() makes one"
         )
     try:
-        request, problem = _check(direction, arrays, group, **options)
+        own, arrays = functions.split(arrays)
+        asked, options = functions.split(options)
+        request, problem = _check(
+            direction, arrays, group, own, asked, **options
+        )
+        words = _describe(problem, request)
+        if request.functions is not None:
+            words += f", {functions.fingerprint(asked | own)}"
     except CuflashError as error:
         group.refuse(error)
         raise
-    group.agree(_describe(problem, request))
+    group.agree(words)
     return request
 
 
@@ -88,7 +101,7 @@ def _describe(problem: Problem, request: Request) -> str:
     words: list[str] = [problem.direction]
     for field in fields(problem)[1:]:
         value = getattr(problem, field.name)
-        if value != field.default:
+        if value != field.default and not isinstance(value, Node):
             words.append(f"{field.name} {value}")
     mask = request.mask
     words += [f"layout {mask.layout}", f"ulysses {request.ulysses}"]
@@ -102,6 +115,8 @@ def _check(
     direction: str,
     given: Mapping[str, Any],
     group: Group,
+    own: dict[str, Any],
+    asked: dict[str, Any],
     *,
     causal: Any,
     layout: Any,
@@ -112,8 +127,8 @@ def _check(
     **options: Any,
 ) -> tuple[Request, Problem]:
     check_layout(layout)
-    runner, opened = api_arrays.open_arrays("distributed", dict(given))
-    alone = {**options, "causal": causal, "window": window}
+    runner, opened = api_arrays.open_arrays("distributed", {**given, **own})
+    alone = {**options, **asked, "causal": causal, "window": window}
     passed = {name: x for name, x in alone.items() if x is not None}
     call = getattr(validate, direction)(**opened, **passed)
     problem = call.problem
@@ -133,6 +148,8 @@ def _check(
         offsets = tuple((0, x * group.size) for x in lengths)
         for x, name in zip(offsets, "qk", strict=True):
             check_length(x[1], group.size, layout, f"the whole {name}")
+    of_call = asked | {x: opened.pop(x) for x in own}
+    found = functions.functions_of(of_call)
     mask = Mask(
         size=group.size,
         layout=layout,
@@ -141,13 +158,19 @@ def _check(
         offsets_q=offsets[0],
         offsets_k=offsets[1],
         packed=packed,
+        has_functions=found is not None,
+        hidden=functions.hidden_of(
+            of_call, problem.batch, problem.num_heads_q
+        ),
     )
     views = {name: x[_view(name, call.rank)] for name, x in opened.items()}
     # The rank's own arrays do not tell what the whole mask leaves out.
     problem = replace(problem, causal=mask.causal, window=mask.window)
     request = Request(
-        group, views, mask, ulysses, options, call.rank, runner.finish
-    )
+        group, views, mask, ulysses, options,
+        found and found.of_heads(group.rank % ulysses, ulysses, problem),
+        call.rank, runner.finish,
+    )  # fmt: skip
     return request, problem
 
 

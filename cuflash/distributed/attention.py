@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from cuflash.api import foreign_names
+from cuflash.request.options import FORWARD, TRACED
 from cuflash.request.problem import strip, strip_lse
 
 from . import arguments, ring
@@ -13,8 +14,10 @@ from .group import Group
 from .heads import LSE, ROWS, Heads
 from .machine import machine_of
 
+_FUNCTIONS = tuple(x for x in FORWARD if x in TRACED)
 
-@foreign_names.our_names("cuflash.distributed.forward")
+
+@foreign_names.our_names("cuflash.distributed.forward", _FUNCTIONS)
 def forward(
     q: Any,
     k: Any,
@@ -31,7 +34,7 @@ def forward(
     return_lse: bool = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> Any:
     """Exact attention over sequences that the ranks of a group share.
 
@@ -47,6 +50,9 @@ def forward(
         The ranks.
     causal, scale, window, softcap, precision
         As in `cuflash.forward`, for the whole sequences.
+    score_mod, mask_mod, mod_arrays
+        As in `cuflash.forward`: functions get the indices of whole sequences,
+        and the arrays are whole, the same on all ranks.
     layout : {"zigzag", "contiguous"}, optional
         Which tokens a rank holds: see `shard`. With "zigzag" all ranks have
         the same work under a causal mask.
@@ -90,7 +96,9 @@ def forward(
     float32. Each is rounded to the dtype of q first.
 
     Arrays with a bias, a mask, segment ids, a sink, slopes or dropout are not
-    supported: their values depend on positions that a block does not know.
+    supported: write them as `score_mod` and `mask_mod`, which know positions.
+    A block that `mask_mod` hides, whatever its arrays hold, is not computed,
+    and keys that only such blocks need are not sent.
 
     On a GPU the call returns without waiting.
 
@@ -112,13 +120,12 @@ def forward(
     >>> np.allclose(out, cuflash.forward(q, k, v, causal=True))
     True
     """
-    if unknown or positional:
-        foreign_names.refuse(
-            "cuflash.distributed.forward", unknown, positional
-        )
+    asked, read = foreign_names.split_options(
+        "cuflash.distributed.forward", options, positional
+    )
     request = arguments.check(
         "forward",
-        {"q": q, "k": k, "v": v},
+        {"q": q, "k": k, "v": v, **read},
         group=group,
         causal=causal,
         layout=layout,
@@ -129,6 +136,7 @@ def forward(
         scale=scale,
         softcap=softcap,
         precision=precision,
+        **asked,
     )
     heads, own = _open(request)
     of_q, of_k = request.mask.offsets_q, request.mask.offsets_k
@@ -142,7 +150,7 @@ def forward(
     return (result, strip_lse(lse, request.rank)) if return_lse else result
 
 
-@foreign_names.our_names("cuflash.distributed.backward")
+@foreign_names.our_names("cuflash.distributed.backward", _FUNCTIONS)
 def backward(
     dout: Any,
     q: Any,
@@ -163,7 +171,7 @@ def backward(
     dlse: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
-    **unknown: NoReturn,
+    **options: Any,
 ) -> tuple[Any, Any, Any]:
     """The gradients of `forward`, of this rank's queries and keys.
 
@@ -172,7 +180,7 @@ def backward(
     dout, q, k, v, out, lse : array
         Of this rank; as in `cuflash.backward`.
     group, causal, layout, ulysses, scale, window, softcap, precision
-    cu_seqlens_q, cu_seqlens_k
+    cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, mod_arrays
         As given to `forward`.
     deterministic, dlse
         As in `cuflash.backward`.
@@ -192,16 +200,15 @@ def backward(
     A rank computes the gradients of the keys of one rank after the other and
     sends them back, in the dtype of k; their owner adds them in float32.
     """
-    if unknown or positional:
-        foreign_names.refuse(
-            "cuflash.distributed.backward", unknown, positional
-        )
+    asked, read = foreign_names.split_options(
+        "cuflash.distributed.backward", options, positional
+    )
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
     request = arguments.check(
         "backward",
-        given,
+        {**given, **read},
         group=group,
         causal=causal,
         layout=layout,
@@ -213,6 +220,7 @@ def backward(
         softcap=softcap,
         precision=precision,
         deterministic=deterministic,
+        **asked,
     )
     heads, own = _open(request)
     of_q, of_k = request.mask.offsets_q, request.mask.offsets_k
@@ -232,5 +240,7 @@ def _open(request: Request) -> tuple[Heads, ring.Ring]:
     machine = machine_of(request.arrays["q"])
     heads = Heads(request.group, request.ulysses, request.mask, machine)
     options = {x: y for x, y in request.options.items() if y is not None}
-    own = ring.Ring(heads.ring(), request.ring_mask, machine, options)
+    own = ring.Ring(
+        heads.ring(), request.ring_mask, machine, options, request.functions
+    )
     return heads, own

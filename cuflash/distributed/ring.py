@@ -18,6 +18,7 @@ from typing import Any
 from cuflash.api import attention as api_attention
 
 from .accumulate import Merged, Sums
+from .functions import Functions
 from .group import Group, Message, Pending
 from .layouts import shifted
 from .machine import Host
@@ -42,12 +43,15 @@ class Ring:
     machine : Host
     options : mapping
         Further arguments of `cuflash.forward` and `cuflash.backward`.
+    functions : Functions or None
+        The user's.
     """
 
     group: Group
     mask: Mask
     machine: Host
     options: Mapping[str, Any] = field(default_factory=dict)
+    functions: Functions | None = None
 
     def blocks(self, step: int) -> tuple[Block, ...]:
         """The blocks that this rank computes in a step."""
@@ -89,6 +93,8 @@ class Ring:
         }  # fmt: skip
         if block.window == (None, None):
             del found["window"]
+        if self.functions is not None:
+            found |= self.functions.arguments(block, self.mask)
         if block.cu_seqlens_q:
             for name, offsets in (
                 ("q", block.cu_seqlens_q), ("k", block.cu_seqlens_k)

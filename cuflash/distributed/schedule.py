@@ -15,12 +15,18 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .layouts import Part, chunks_of, num_chunks, parts_of, shifted
 
 Offsets = tuple[int, ...]
 Window = tuple[int | None, int | None]
+
+
+class Hides(Protocol):
+    """A mask that may hide whole blocks; hashable."""
+
+    def hides(self, block: Block, mask: Mask) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,10 @@ class Mask:
     offsets_q, offsets_k : tuple of int
         Of the whole sequences; (0, seqlen) without packed sequences.
     packed : bool
+    has_functions : bool
+        Whether the user's functions need a block's places: see `Block`.
+    hidden : Hides or None
+        What a mask_mod hides.
     """
 
     size: int
@@ -47,12 +57,19 @@ class Mask:
     offsets_q: Offsets
     offsets_k: Offsets
     packed: bool
+    has_functions: bool = False
+    hidden: Hides | None = None
 
     @property
     def is_aligned(self) -> bool:
-        """Whether each pair of chunks is visible, masked, or a diagonal."""
-        return self.window == (None, None) and (
-            not self.causal or self.offsets_q == self.offsets_k
+        """Whether each pair of chunks is visible, masked, or a diagonal.
+
+        And blocks may join chunks and sequences.
+        """
+        return (
+            self.window == (None, None)
+            and not self.has_functions
+            and (not self.causal or self.offsets_q == self.offsets_k)
         )
 
     @property
@@ -71,6 +88,10 @@ class Block(NamedTuple):
     window : tuple
     cu_seqlens_q, cu_seqlens_k : tuple of int
         Offsets within the block; empty if it is of one sequence.
+    sequence : int
+    positions : (int, int)
+        Of the first query and key in this sequence; only of blocks of one
+        chunk each, as those of masks that are not aligned.
     """
 
     queries: range
@@ -79,6 +100,8 @@ class Block(NamedTuple):
     window: Window = (None, None)
     cu_seqlens_q: Offsets = ()
     cu_seqlens_k: Offsets = ()
+    sequence: int = 0
+    positions: tuple[int, int] = (0, 0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,7 +222,7 @@ def _between(tokens: range, offsets: Offsets) -> range:
     return range(tokens.start + offsets[0], tokens.start + offsets[-1])
 
 
-# Windows, and sequences of unequal lengths --------------------------------
+# Windows, functions, sequences of unequal lengths --------------------------
 
 
 def _cut_blocks(mask: Mask, rank_q: int, rank_k: int) -> Iterator[Block]:
@@ -225,11 +248,20 @@ def _cut_blocks(mask: Mask, rank_q: int, rank_k: int) -> Iterator[Block]:
                 left,
                 right,
             )
-            if block is not None:
-                yield block._replace(
-                    queries=shifted(block.queries, of_queries.tokens.start),
-                    keys=shifted(block.keys, of_keys.tokens.start),
-                )
+            if block is None:
+                continue
+            positions = (
+                of_queries.positions.start + block.queries.start,
+                of_keys.positions.start + block.keys.start,
+            )
+            block = block._replace(
+                queries=shifted(block.queries, of_queries.tokens.start),
+                keys=shifted(block.keys, of_keys.tokens.start),
+                sequence=at,
+                positions=positions,
+            )
+            if mask.hidden is None or not mask.hidden.hides(block, mask):
+                yield block
 
 
 def _placed(mask: Mask, offsets: Offsets, rank: int) -> list[Part]:

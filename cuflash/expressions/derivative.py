@@ -3,12 +3,17 @@
 With X the score that comes in and f what comes out: f_s = df/dX, with which
 dS_X = f_s dS, and f_a = df/d(gather), whose scatter of f_a dS is an array's
 gradient. `where`, `minimum`, `maximum` take the branch that was taken.
+
+Along a direction in which X moves with W_X and arrays with a', any of these
+graphs moves with its `Differential`: that of f is W, those of f_s and f_a are
+what second derivatives need.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 from cuflash.expressions import nodes
 from cuflash.expressions.functions import FUNCTIONS, apply
@@ -29,6 +34,37 @@ def of_gathers(root: Node, slots: tuple[int, ...]) -> dict[Node, Node]:
         for node, by_it in _adjoints(root).items()
         if node.op == "gather" and node.value[0] in slots
     }
+
+
+class Differential(NamedTuple):
+    """How a graph moves: by_score W_X + the sum of each by_gathers times a'.
+
+    Attributes
+    ----------
+    by_score : Node
+    by_gathers : dict of Node to Node
+        Of the gathers of arrays that move; those that are 0 are left out.
+    """
+
+    by_score: Node
+    by_gathers: dict[Node, Node]
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is 0 whatever moves."""
+        by_score = nodes.same_constant(self.by_score, 0)
+        return by_score and not self.by_gathers
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """All that it is computed from."""
+        indices = (y for x in self.by_gathers for y in x.args)
+        return self.by_score, *self.by_gathers.values(), *indices
+
+
+def differential(root: Node, slots: tuple[int, ...]) -> Differential:
+    """That of a graph; `slots` are those of the arrays that move."""
+    return Differential(slope(root), of_gathers(root, slots) if slots else {})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -278,7 +278,7 @@ _OTHERS = (
     # infinite or NaN: a slope of the branch that was not taken.
     Function(
         "product_if", lambda a, b: np.where(a == 0, a, _quiet(np.multiply)(
-            a, b)), "real",
+            a, b)), "real", (), _of_product,
     ),
 )  # fmt: skip
 

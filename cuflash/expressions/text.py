@@ -12,10 +12,12 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from cuflash.expressions import derivative, nodes, ranges
 from cuflash.expressions.affine import Affine, affine
 from cuflash.expressions.builtin import of_distance, shared_by
+from cuflash.expressions.derivative import Differential
 from cuflash.expressions.nodes import SCORE, Node
 from cuflash.expressions.reals import in_reals
 from cuflash.expressions.trace import ArrayKind
@@ -34,6 +36,21 @@ DTYPES = tuple(_ELEMENTS)
 _FAST = "exp", "exp2", "tanh"
 
 
+class Moves(NamedTuple):
+    """How a call's scores move.
+
+    Attributes
+    ----------
+    slots : tuple of int
+        Of the arrays that move.
+    twice : bool
+        Whether second derivatives are needed, too.
+    """
+
+    slots: tuple[int, ...] = ()
+    twice: bool = False
+
+
 @functools.lru_cache(maxsize=4096)
 def text(
     score: Node | None,
@@ -42,6 +59,7 @@ def text(
     dmods: tuple[int, ...] = (),
     short: bool = False,
     exact_sums: bool = False,
+    moves: Moves | None = None,
 ) -> str:
     """The text for a score and a mask; of None, the file of calls without.
 
@@ -56,13 +74,16 @@ def text(
         Whether no sequence has more than `reals.SHORT` tokens.
     exact_sums : bool
         Whether gradients are summed exactly (score/exact_sums.cuh).
+    moves : Moves or None
+        Of derivatives along directions.
     """
     if score is not None and short:
         score = in_reals(score)
     return "\n".join([
         *(
             ['#include "score/no_score_mod.cuh"'] if score is None
-            else _score_struct(score, arrays, dmods, exact_sums, short)
+            else _score_struct(
+                score, arrays, dmods, exact_sums, short, moves)
         ),
         "",
         *(
@@ -91,18 +112,23 @@ def _score_struct(
     dmods: tuple[int, ...],
     exact_sums: bool,
     short: bool,
+    moves: Moves | None,
 ) -> list[str]:
     header = ["template <class Real> struct ScoreExpression {"]
     parts = affine(score) if short else None
     slope = derivative.slope(score)
     scatters = derivative.of_gathers(score, dmods) if dmods else {}
     needed = [score, slope, *scatters, *scatters.values()]
+    motion = _Motion.of(score, scatters, moves) if moves else None
+    if motion:
+        needed += motion.roots
     if parts:
         needed += [parts.added, parts.step, *parts.edges]
     shared = of_distance((score, slope))
     body = _Body(
-        needed, arrays, exact=False, scatters=bool(scatters), shared=shared
-    )
+        needed, arrays, exact=False, shared=shared,
+        args=bool(scatters or moves and moves.slots),
+    )  # fmt: skip
     gradients = [
         _Gradient(f"sums.{body.name(g)}", g, by, exact_sums)
         for g, by in scatters.items()
@@ -112,9 +138,9 @@ def _score_struct(
         for node in (x.by, *(() if x.sums else x.gather.args))
     ]  # fmt: skip
     adds = [*body.not_inside(added), *body.lines(added)]
-    adds += [line for x in gradients for line in body.add(x)]
-    if any(re.search(r"\bscale\b", x) for x in adds):
-        adds.insert(0, "        const Real s = x, scale = 1;")
+    adds = _of_argument(
+        [*adds, *(line for x in gradients for line in body.add(x))]
+    )
     return [
         *header,
         *body.members,
@@ -149,8 +175,89 @@ def _score_struct(
         f"    void finish_gradients{_SUMS}) const {{",
         *(line for x in gradients for line in body.finish(x)),
         "    }",
+        *(motion.lines(body, gradients) if motion else ()),
         "};",
     ]
+
+
+def _of_argument(lines: list[str]) -> list[str]:
+    """Lines of a function of x, with the s and scale that some name."""
+    if any(re.search(r"\bscale\b", x) for x in lines):
+        return ["        const Real s = x, scale = 1;", *lines]
+    return lines
+
+
+_MOVED = "(Real x, Real w, int query, int key, int direction) const {"
+
+
+class _Motion(NamedTuple):
+    """What a struct says of directions: `derivative.Differential`.
+
+    Attributes
+    ----------
+    of_score, of_slope : Differential
+        Of f and, for second derivatives, of f_s.
+    of_scatters : dict of Node to Differential
+        Of the f_a of each gather whose array has a second gradient.
+    """
+
+    of_score: Differential
+    of_slope: Differential | None
+    of_scatters: dict[Node, Differential]
+
+    @classmethod
+    def of(
+        cls, score: Node, scatters: dict[Node, Node], moves: Moves
+    ) -> _Motion:
+        def moved(root: Node) -> Differential:
+            return derivative.differential(root, moves.slots)
+
+        if not moves.twice:
+            return cls(moved(score), None, {})
+        of_scatters = {x: moved(y) for x, y in scatters.items()}
+        slope = derivative.slope(score)
+        return cls(moved(score), moved(slope), of_scatters)
+
+    @property
+    def roots(self) -> list[Node]:
+        known = [self.of_score, *self.of_scatters.values()]
+        known += [self.of_slope] if self.of_slope else []
+        gathers = (y for x in known for y in x.by_gathers)
+        return [*(y for x in known for y in x.roots), *gathers]
+
+    def lines(self, body: _Body, gradients: list[_Gradient]) -> list[str]:
+        arrays = self.of_score._replace(by_score=nodes.constant(0.0))
+        found = body.differential("of_arrays", arrays)
+        if self.of_slope is None:
+            return found
+        bends = _bool(not self.of_slope.is_zero)
+        found += [
+            f"    static constexpr bool CURVED = {bends};",
+            *body.differential("slope_dot", self.of_slope),
+        ]
+        if not gradients:
+            return found
+        terms = []
+        for x in gradients:
+            moved = body.terms(self.of_scatters[x.gather])
+            of_t = f"ex::product_if(t, {body.name(x.by)})"
+            term = f"{of_t} + ex::product_if(ds, {moved})"
+            terms += body.add(x, of_t if moved == body.ZERO else term)
+        needed = [y for x in self.of_scatters.values() for y in x.roots]
+        for x in gradients:
+            needed += [x.by, *(() if x.sums else x.gather.args)]
+        lines = [*body.not_inside(needed), *body.lines(needed), *terms]
+        direction = "        constexpr int direction = 0;"
+        return [
+            *found,
+            f"    {_PAIRS}",
+            f"    void add_second_gradients{_SUMS}, int i, int j, Real x,"
+            " Real w, Real t, Real ds) const {",
+            *([direction] if any("direction" in x for x in terms) else []),
+            *_indices_of_pair(lines),
+            *_of_argument(lines),
+            "    }",
+        ]
 
 
 _NOT_AFFINE = ("    static constexpr bool AFFINE = false;",)
@@ -296,7 +403,7 @@ class _Body:
         roots: Sequence[Node],
         arrays: Sequence[ArrayKind],
         exact: bool,
-        scatters: bool = False,
+        args: bool = False,
         shared: Sequence[Node] = (),
     ) -> None:
         self._arrays, self._exact, self.shared = arrays, exact, shared
@@ -321,7 +428,7 @@ class _Body:
                     f"        {declared}{self._names[node]} ="
                     f" {self._value(node)};"
                 )
-        if gathers or scatters:
+        if gathers or args:
             self.members.append("    const Arguments* args = nullptr;")
             self.set_head.insert(0, "        this->args = &args;")
         for gather in gathers:
@@ -619,9 +726,50 @@ class _Body:
             f" args.expression.sizes[{first}] : 0;",
         ]
 
-    def add(self, gradient: _Gradient) -> list[str]:
+    # ---- Directions ----
+
+    ZERO = "Real(0)"
+
+    def terms(self, moved: Differential) -> str:
+        """The sum of a differential, whose nodes have been computed."""
+        terms = []
+        if not nodes.same_constant(moved.by_score, 0):
+            terms.append(f"ex::product_if({self.name(moved.by_score)}, w)")
+        for gather, by in moved.by_gathers.items():
+            dot = self._tangent_of(gather)
+            one = nodes.same_constant(by, 1)
+            terms.append(
+                dot if one else f"ex::product_if({self.name(by)}, {dot})"
+            )
+        return " + ".join(terms) or self.ZERO
+
+    def differential(self, name: str, moved: Differential) -> list[str]:
+        """A function of x, W_X and a pair that computes it."""
+        lines = [*self.not_inside(moved.roots), *self.lines(moved.roots)]
+        lines.append(f"        return {self.terms(moved)};")
+        return [f"    Real {name}{_MOVED}", *_of_argument(lines), "    }"]
+
+    def _tangent_of(self, gather: Node) -> str:
+        """What a gather reads, of the array's tangent."""
+        slot, element = gather.value[0], self._element(gather)
+        axes = [MOST_AXES * slot + x for x in range(len(gather.args))]
+        numbers = "args->mod_tangents"
+        data = (
+            f"static_cast<const {element}*>(args->mod_dots[{slot}])"
+            f" + direction * {numbers}.directions[{slot}]"
+        )
+        sizes = ", ".join(f"args->expression.sizes[{x}]" for x in axes)
+        strides = ", ".join(f"{numbers}.strides[{x}]" for x in axes)
+        view = (
+            f"ex::ModArray<{element}, {len(axes)}>{{{data}, {{{sizes}}},"
+            f" {{{strides}}}}}"
+        )
+        indices = "".join(f", {self.name(x)}" for x in gather.args)
+        return f"ex::gather<Real, false>({view}{indices})"
+
+    def add(self, gradient: _Gradient, term: str = "") -> list[str]:
         """f_a dS of a pair, to its lane's sums or to global memory."""
-        term = f"ex::product_if(ds, {self.name(gradient.by)})"
+        term = term or f"ex::product_if(ds, {self.name(gradient.by)})"
         if gradient.sums:
             return [f"        {gradient.name}.add(i, j, {term});"]
         return self._scatter(gradient, "scatter", term)

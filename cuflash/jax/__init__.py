@@ -38,6 +38,7 @@ except ImportError as error:
 from .attention import attention
 from .kvcache import forward_kvcache
 from .merging import merge_states
+from .pair_bias import attention_pair_bias, triangle_attention
 from .readouts import entropy, weight_sums, weights
 from .rotary import apply_rotary
 
@@ -46,9 +47,11 @@ del _buffer_callback
 __all__ = [
     "apply_rotary",
     "attention",
+    "attention_pair_bias",
     "entropy",
     "forward_kvcache",
     "merge_states",
+    "triangle_attention",
     "weight_sums",
     "weights",
 ]

@@ -31,14 +31,15 @@ from cuflash.launch.results import (
     out_shape_of,
 )
 from cuflash.launch.run import run
+from cuflash.plans.expression import has_expression
 from cuflash.plans.plan import FamilyName, Plan
 from cuflash.plans.record import Family
 from cuflash.plans.steps import num_directions
-from cuflash.request import layouts, options
+from cuflash.request import layouts, mod_tangents, options, traced
 from cuflash.request.problem import Call, Layout, Signature
 
 _NO_GRADIENTS: dict[str, Any] = {
-    x.name: x.default for x in options.TABLE if x.of_gradients and x.needs
+    x.name: x.default for x in options.TABLE if x.of_gradients
 }
 
 
@@ -244,6 +245,8 @@ def _recipe(
     """As `recipe_of`, with tangents."""
     moves = _tangents_taken(signature, decided.record)
     numbers = {"tangents": _tangent_numbers(signature, moves)}
+    if has_expression(signature.problem):
+        numbers["mod_tangents"] = mod_tangents.tangent_numbers(moves)
     taken = {**taken, **moves}
     return recipe_of(signature, target, decided, given, taken, writes, numbers)
 
@@ -286,6 +289,8 @@ def _tangent_numbers(
         "out_dot": (direction, batch or direction, *others),
     }
     for name, layout in taken.items():
+        if traced.is_slot(name):
+            continue
         if name in ("q_dot", "k_dot", "v_dot"):
             numbers[name] = _row_strides(layout)
         else:

@@ -68,10 +68,16 @@ _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse"
 _GRADIENTS = tuple(f"d{x}" for x in options.MOVED)
 _TANGENTS = tuple(f"{x}_dot" for x in options.MOVED)
 _OF_OTHERS = range(MOST_OTHERS)
-_MOD_ARRAYS, _MOD_NUMBERS, _DMODS, _DMOD_SUMS = (
+_MOD_ARRAYS, _MOD_NUMBERS, _MOD_DOTS, _DMODS, _DMOD_SUMS = (
     tuple(f"{name}[{i}]" for i in range(MOST_MOD_ARRAYS))
-    for name in ("mod_arrays", "mod_numbers", "dmods", "dmod_sums")
-)
+    for name in (
+        "mod_arrays", "mod_numbers", "mod_dots", "dmods", "dmod_sums"
+    )
+)  # fmt: skip
+# A tangent is called as what it moves, "_dot".
+_OF_MOVING = {
+    x: f"{y}_dot" for x, y in zip(_MOD_DOTS, _MOD_ARRAYS, strict=True)
+}
 
 DIRECTIONS = {
     "forward": Direction(
@@ -87,16 +93,24 @@ DIRECTIONS = {
         ("seed", *_MOD_NUMBERS),
     ),
     "jvp": Direction(
-        ("q", "k", "v", "out", "lse", *options.ARRAYS, *_TANGENTS),
+        (
+            "q", "k", "v", "out", "lse", *options.ARRAYS, *_TANGENTS,
+            *_MOD_ARRAYS, *_MOD_DOTS,
+        ),
         ("out", "lse", "out_dot", "lse_dot"),
         (*_PREPARED, "recompute_flags"),
-        ("seed",),
+        ("seed", *_MOD_NUMBERS),
+        _OF_MOVING,
     ),
     "double_backward": Direction(
-        (*_GIVEN, *options.ARRAYS, *_TANGENTS, "out_dot", "lse_dot"),
-        _GRADIENTS,
-        (*_OF_GRADIENTS, "delta_dot", "query_rows"),
-        ("seed",),
+        (
+            *_GIVEN, *options.ARRAYS, *_TANGENTS, "out_dot", "lse_dot",
+            *_MOD_ARRAYS, *_MOD_DOTS,
+        ),
+        (*_GRADIENTS, *_DMODS),
+        (*_OF_GRADIENTS, "delta_dot", "query_rows", *_DMOD_SUMS),
+        ("seed", *_MOD_NUMBERS),
+        _OF_MOVING,
     ),
     "readout": Direction(
         (

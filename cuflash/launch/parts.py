@@ -74,6 +74,11 @@ _DMODS = Part(
         ("void*", f"dmod_sums[{MOST_MOD_ARRAYS}]", "exact_sums.cuh; or null"),
     ),
 )
+_MOD_DOTS = Part(
+    "expression",
+    (("const void*", f"mod_dots[{MOST_MOD_ARRAYS}]", "null: do not move"),),
+    (("ModTangentNumbers", "mod_tangents"),),
+)
 _GRADIENTS = Part(
     "options",
     (
@@ -144,7 +149,9 @@ DIRECTIONS: dict[str, tuple[str, tuple[Part, ...]]] = {
         (
             _maps("q_map k_map v_map q_dot_map k_dot_map v_dot_map"),
             _OPTIONS,
+            _EXPRESSION,
             _TANGENTS_OF_OPTIONS,
+            _MOD_DOTS,
             _TANGENTS,
             Part("maps", (("int*", "recompute_flags",
                             "of 16 rows: row_flags.cuh"),)),
@@ -155,8 +162,11 @@ DIRECTIONS: dict[str, tuple[str, tuple[Part, ...]]] = {
         (
             _maps("q_map k_map v_map dout_map q_dot_map k_dot_map v_dot_map"),
             _OPTIONS,
+            _EXPRESSION,
             _GRADIENTS,
+            _DMODS,
             _TANGENTS_OF_OPTIONS,
+            _MOD_DOTS,
             _TANGENTS,
             Part("", (("void*", "delta_dot",
                         "rowsum(dO * out_dot), as delta"),)),

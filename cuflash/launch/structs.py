@@ -168,6 +168,12 @@ ExpressionNumbers = described(
     ("i64", f"dmod_strides[{4 * MOST_MOD_ARRAYS}]", "of its gradient"),
     ("int", f"sizes[{4 * MOST_MOD_ARRAYS}]"),
 )
+ModTangentNumbers = described(
+    "ModTangentNumbers",
+    "Of the tangents of these arrays, in elements.",
+    ("i64", f"strides[{4 * MOST_MOD_ARRAYS}]", "within a direction"),
+    ("i64", f"directions[{MOST_MOD_ARRAYS}]", "from one to the next"),
+)
 
 IdRange = described(
     "IdRange",
@@ -211,6 +217,7 @@ TangentNumbers = described(
 )
 JvpArguments = _composed("jvp", "")
 JvpOptionsArguments = _composed("jvp", "options")
+JvpExpressionArguments = _composed("jvp", "expression")
 DoubleBackwardArguments = _composed(
     "double_backward",
     "",
@@ -218,6 +225,7 @@ DoubleBackwardArguments = _composed(
     " direction, of dout and dlse.\ndq, dk and dv are the second gradients.",
 )
 DoubleBackwardOptionsArguments = _composed("double_backward", "options")
+DoubleBackwardExpressionArguments = _composed("double_backward", "expression")
 ForwardSplitArguments = _composed(
     "forward",
     "split",

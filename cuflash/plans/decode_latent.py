@@ -26,8 +26,8 @@ _MOST_HEAD_DIM, _MOST_HEAD_DIM_V = 576, 512
 # a Work and the number of them.
 _ROW_NUMBERS, _WORK_BYTES, _WORKS = 3, 64, 2
 
-# Parts of 131,072 keys lose as little of their sums as other kernels' runs:
-# steps.run_tiles.
+# As if so many warps shared a part's keys: parts of up to 131,072 keys, as the
+# runs of other wide heads (steps.run_tiles).
 _KEY_WARPS = 4
 
 
@@ -84,9 +84,11 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         *decode.cache_constants(problem),
         part="_latent",
     )  # fmt: skip
-    main = replace(main, entry="forward_decode_latent")
+    splits = decode.num_splits(
+        problem, replace(tile, num_warps=_KEY_WARPS), device.num_sms
+    )
     return decode.split_plan(
-        problem, device, "decode_sm90", tile, main, 1, _KEY_WARPS
+        problem, device, "decode_sm90", tile, main, 1, splits
     )
 
 

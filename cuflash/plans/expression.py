@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cuflash.expressions import nodes
+from cuflash.expressions import derivative, nodes
 from cuflash.expressions.reals import SHORT
-from cuflash.expressions.text import text
+from cuflash.expressions.text import Moves, text
 from cuflash.plans.tiles import Tile
+from cuflash.request import mod_tangents
 from cuflash.request.problem import Problem
 
 from .kernel import KernelPlan, Launch, Plan
@@ -26,6 +27,18 @@ _OF_GRADIENTS = '#include "score/array_gradients.cuh"\n\n'
 def has_expression(problem: Problem) -> bool:
     """Whether a call has a function of the user's."""
     return not (problem.score_mod is problem.mask_mod is None)
+
+
+def tiles_of_slopes(problem: Problem) -> int:
+    """The tiles of numbers that a double backward keeps of slopes.
+
+    Slopes that differ from pair to pair, and how they move; scores before f
+    and their tangents, if arrays have second gradients by these.
+    """
+    score = problem.score_mod
+    if score is None or derivative.slope(score).is_constant:
+        return 0
+    return 4 if problem.return_dmod else 2
 
 
 def sums_exactly(problem: Problem) -> bool:
@@ -151,6 +164,16 @@ def _one_of_its_flags(graph: nodes.Node) -> nodes.Node:
     return nodes.make("equal", "bool", (axes[0], axes[-1]))
 
 
+def _moves(problem: Problem) -> Moves | None:
+    """How scores move; None without a derivative along directions."""
+    tangents = problem.tangents
+    if tangents is None:
+        return None
+    moving = tangents.of if tangents.count else ()
+    twice = problem.direction == "double_backward"
+    return Moves(mod_tangents.slots_of(moving), twice)
+
+
 def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
     has = {name for name, value in kernel.constants if value is True}
     if has.isdisjoint(("SCORE_MOD", "MASK_MOD")):
@@ -165,6 +188,7 @@ def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
         problem.return_dmod if "DMOD" in has else (),
         max(problem.seqlen_q, problem.seqlen_k) <= SHORT,
         sums_exactly(problem),
+        _moves(problem) if "SCORE_MOD" in has else None,
     )
     sums = _OF_GRADIENTS if "DMOD" in has else ""
     return replace(kernel, expression=_INCLUDES + sums + own)

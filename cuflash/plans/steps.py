@@ -7,7 +7,7 @@ from typing import NamedTuple, TypedDict
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
-from cuflash.request import options
+from cuflash.request import mod_tangents, options
 from cuflash.request.problem import Problem
 
 from . import expression
@@ -148,7 +148,10 @@ def tangent_constants(problem: Problem) -> tuple[tuple[str, bool], ...]:
     if tangents is None:
         return ()
     moving = tangents.of if tangents.count else ()
-    return tuple((f"{x.upper()}_DOT", x in moving) for x in options.MOVED)
+    return (
+        *((f"{x.upper()}_DOT", x in moving) for x in options.MOVED),
+        ("MOD_DOT", bool(mod_tangents.slots_of(moving))),
+    )
 
 
 def num_directions(problem: Problem) -> int:

@@ -8,7 +8,6 @@ names. Numbers travel as values, which differ from call to call.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import numbers
 import struct
@@ -36,9 +35,9 @@ MOST = 8
 _MARK = "mod_arrays["
 
 
-def named(name: str) -> str:
-    """What errors call an array of `mod_arrays`."""
-    return f"mod_arrays[{name!r}]"
+def named(name: str, argument: str = "mod_arrays") -> str:
+    """What errors call an array of `mod_arrays`, or its tangent."""
+    return f"{argument}[{name!r}]"
 
 
 def is_named(name: str) -> bool:
@@ -143,8 +142,9 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     functions = [(x, options[x]) for x in _ROLES if x in options]
     values = options.get("mod_arrays", {})
     arrays = {x: y for x, y in options.items() if is_named(x)}
+    wanted = [x for x in ("return_dmod", "return_d2mod") if options.get(x)]
     if not functions:
-        if values or arrays or options.get("return_dmod"):
+        if values or arrays or wanted:
             raise ValueRangeError(
                 "mod_arrays is given without score_mod and mask_mod, expected"
                 " one of them: no other option reads it"
@@ -153,18 +153,16 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     given, unread, values_of = _given(*_kinds_of(options))
     found: list[tuple[str, Any]] = []
     for role, function in functions:
-        if isinstance(function, Node):
-            found.append((role, function))
-            unread = frozenset()
-            continue
-        graph, read = trace.recorded(function, role, given)
+        graph, read = function, unread
+        if not isinstance(function, Node):
+            graph, read = trace.recorded(function, role, given)
         found.append((role, graph))
         unread = unread - read
     check_read(unread)
     found += values_of
-    if options.get("return_dmod"):
-        wanted = _slots(options["return_dmod"], given, "score_mod" in options)
-        found.append(("return_dmod", wanted))
+    for name in wanted:
+        slots = _slots(name, options[name], given, "score_mod" in options)
+        found.append(("return_dmod", slots))
     return Recorded(
         tuple(found),
         tuple(arrays),
@@ -248,12 +246,8 @@ def given_of(
 ) -> tuple[trace.Given, frozenset[str]]:
     """What functions are recorded with, and all names in it.
 
-    Parameters
-    ----------
-    arrays : tuple of (str, dtype, shape, strides)
-        By the names of `named`, in the order of their slots.
-    values : tuple of (str, type)
-        The numbers.
+    `arrays` are (`named`, dtype, shape, strides) in the order of slots;
+    `values` are (name, type).
     """
     return _given(arrays, values)[:2]
 
@@ -313,30 +307,30 @@ def _given(
 
 
 def _slots(
-    wanted: Any, given: trace.Given, has_score: bool
+    argument: str, wanted: Any, given: trace.Given, has_score: bool
 ) -> tuple[int, ...]:
     names = [name for name, _ in given.arrays]
     if isinstance(wanted, str) or not isinstance(wanted, (tuple, list)):
         raise DTypeError(
-            f"return_dmod is {in_words(wanted)}, expected a tuple of names of"
+            f"{argument} is {in_words(wanted)}, expected a tuple of names of"
             " mod_arrays"
         )
     for name in wanted:
         if name not in names:
             known = ", ".join(names) or "no array"
             raise ValueRangeError(
-                f"return_dmod has {name!r}, expected names of arrays of"
+                f"{argument} has {name!r}, expected names of arrays of"
                 f" mod_arrays, which has {known}"
             )
         kind = dict(given.arrays)[name]
         if np.dtype(_as_numpy(kind.dtype)).kind != "f":
             raise DTypeError(
-                f"return_dmod has {name!r}, whose dtype is {kind.dtype}: only"
+                f"{argument} has {name!r}, whose dtype is {kind.dtype}: only"
                 " floating-point arrays have gradients"
             )
     if not has_score:
         raise ValueRangeError(
-            "return_dmod is given without score_mod: a mask has no gradient"
+            f"{argument} is given without score_mod: a mask has no gradient"
         )
     return tuple(sorted({names.index(x) for x in wanted}))
 
@@ -345,24 +339,20 @@ def _as_numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
 
 
-def gradients_of(read: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The option that asks for the gradients of arrays, and its value.
+def by_slots(
+    arrays: Mapping[str, Any], order: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """Arrays by name, those of `mod_arrays` by slot, from those of `named`.
 
     Parameters
     ----------
-    read : sequence of str
-        By the names of `named`.
+    arrays : mapping
+    order : iterable of str, optional
+        A call's arrays, in the order of slots; by default these.
     """
-    return "return_dmod", tuple(map(name_of, read))
-
-
-def by_slots(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arrays, those of `mod_arrays` by slot, from those of `named`.
-
-    They are in the order of slots.
-    """
-    slots = map(slot, itertools.count())
-    return {next(slots) if is_named(x) else x: y for x, y in arrays.items()}
+    names = filter(is_slot, arrays if order is None else order)
+    slots = {x: slot(i) for i, x in enumerate(names)}
+    return {slots.get(x, x): y for x, y in arrays.items()}
 
 
 def of_slots(

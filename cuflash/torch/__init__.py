@@ -26,6 +26,7 @@ except ImportError as error:
     ) from error
 
 from . import fakes as _fakes  # noqa: F401  registers fake kernels
+from . import function_ops as _function_ops  # noqa: F401  of functions
 from . import op_gradients as _op_gradients  # noqa: F401  and gradients
 from .attention import attention
 from .block_mask import BlockMask, create_block_mask
@@ -33,6 +34,7 @@ from .flex import flex_attention
 from .group_attention import distributed_attention
 from .kvcache import forward_kvcache
 from .merging import merge_states
+from .pair_bias import attention_pair_bias, triangle_attention
 from .readouts import entropy, weight_sums, weights
 from .registration import register_transformers
 from .rotary import apply_rotary
@@ -42,6 +44,7 @@ __all__ = [
     "BlockMask",
     "apply_rotary",
     "attention",
+    "attention_pair_bias",
     "create_block_mask",
     "distributed_attention",
     "entropy",
@@ -50,6 +53,7 @@ __all__ = [
     "merge_states",
     "register_transformers",
     "scaled_dot_product_attention",
+    "triangle_attention",
     "weight_sums",
     "weights",
 ]

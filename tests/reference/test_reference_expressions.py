@@ -455,12 +455,100 @@ def test_jvp_is_the_finite_difference(moved):
     assert_allclose(found.out_dot, want, "out_dot", atol=1e-8)
 
 
-def test_double_backward_refuses_a_score_mod():
+@pytest.mark.parametrize("name", SCORES)
+def test_arrays_move_in_a_jvp(name):
+    q, k, v, _ = inputs()
+    function, arrays = SCORES[name]
+    dots = {x: RNG.standard_normal(y.shape) for x, y in arrays.items()
+            if np.ndim(y)}  # fmt: skip
+    options = options_of(name, mask_mod=causal, softcap=3.0)
+    found = jvp(q, k, v, mod_dots=dots, **TILES, **options)
+    ahead, behind = (
+        attention(
+            q, k, v, **options
+            | {"mod_arrays": arrays | {x: arrays[x] + h * y
+                                       for x, y in dots.items()}},
+        )
+        for h in (1e-5, -1e-5)
+    )  # fmt: skip
+    for got, a, b in zip(found[2:], ahead, behind, strict=True):
+        assert_allclose(got, (a - b) / 2e-5, "tangent", atol=1e-8)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_second_gradients_are_finite_differences(name):
+    """Of all that moves at once: of q, k, v, a bias and the arrays."""
     q, k, v, dout = inputs()
-    options = options_of("relative")
-    out, lse = attention(q, k, v, **options)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        double_backward(q, k, v, dout, q, k, v, out, lse, **options)
+    function, arrays = SCORES[name]
+    given = {"q": q, "k": k, "v": v, "bias": RNG.standard_normal((5, 7))}
+    given |= {x: y for x, y in arrays.items() if np.ndim(y)}
+    dots = {x: RNG.standard_normal(y.shape) for x, y in given.items()}
+    names = tuple(x for x in given if x in arrays)
+
+    def call(h, function, **more):
+        moved = {x: y + h * dots[x] for x, y in given.items()}
+        own = options_of(name, mask_mod=causal, softcap=3.0)
+        own["mod_arrays"] = arrays | {x: moved.pop(x) for x in names}
+        return function(**moved, **own, **more)
+
+    def gradients(h):
+        return call(h, attention_vjp, dout=dout, return_dmod=names)
+
+    out, lse = call(0, attention)
+    got = call(
+        0, double_backward, dout=dout, out=out, lse=lse, return_dmod=names,
+        **{f"dd{x}": dots[x] for x in ("q", "k", "v", "bias")},
+        ddmods={x: dots[x] for x in names}, **TILES,
+    )  # fmt: skip
+    pairs = zip(gradients(1e-5), gradients(-1e-5), strict=True)
+    *want, (ahead, behind) = pairs
+    found = got.d2q, got.d2k, got.d2v, got.d2bias
+    for x, (a, b) in zip(found, want, strict=True):
+        assert_allclose(x, (a - b) / 2e-5, "second", atol=1e-7)
+    for x in names:
+        difference = (ahead[x] - behind[x]) / 2e-5
+        assert_allclose(got.d2mod[x], difference, x, atol=1e-7)
+
+
+FUNCTIONS = (
+    lambda x, b, h, i, j, *, a: np.exp(x * a[j]) / (1.5 + a[i] * a[j]),
+    lambda x, b, h, i, j, *, a: np.log1p(x * x) * np.sin(a[j]) - x / a[i],
+    lambda x, b, h, i, j, *, a: np.maximum(x, a[j]) ** 2 + abs(x - a[i]),
+    lambda x, b, h, i, j, *, a: (2 + np.cos(x)) ** (a[j] * a[j] + x * x),
+    lambda x, b, h, i, j, *, a: np.sqrt(4 + x * a[j]) % 1.5 + np.exp2(-x * x),
+    lambda x, b, h, i, j, *, a: np.where(
+        j > i, np.sqrt((j > i) * (1 + x * x)), np.tanh(x) * np.expm1(a[j])
+    ),
+)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_slopes_move(function):
+    """`moving` is the difference of `score`."""
+    rng = np.random.default_rng(3)
+    s, s_dot = rng.uniform(-1, 1, (2, 4, 5))
+    a, a_dot = rng.uniform(0.3, 1, (2, 5))
+    place = Place(np.arange(4), np.arange(5), 4, 5, HeadIndices())
+    found = expressions.moving(
+        function, s, place, {"a": a}, s_dot, {"a": a_dot}, ("a",)
+    )
+    ahead, behind = (
+        expressions.score(
+            function, s + h * s_dot, place, {"a": a + h * a_dot}, ("a",)
+        )
+        for h in (1e-6, -1e-6)
+    )
+    assert_allclose(found.w, (ahead.s - behind.s) / 2e-6, "w", atol=1e-8)
+    difference = (ahead.slope - behind.slope) / 2e-6
+    assert_allclose(found.slope + 0 * s, difference + 0 * s, "slope",
+                    atol=1e-8)  # fmt: skip
+    of_a = [found.gathers.get(x, 0.0) for x in found.gathers]
+    want = [
+        (x - y) / 2e-6
+        for x, y in zip(ahead.gathers.values(), behind.gathers.values(),
+                        strict=True)
+    ]  # fmt: skip
+    assert_allclose(sum(of_a) + 0 * s, sum(want) + 0 * s, "f_a", atol=1e-8)
 
 
 def branching(score, b, h, q_idx, kv_idx):

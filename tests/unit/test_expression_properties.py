@@ -71,15 +71,39 @@ def test_derivatives_are_those_of_dual_numbers(function, seed):
             assert_within(totals[name], sums._replace(doubt=odd), name)
 
 
+@many
+@given(scores(), SEEDS)
+@example(Drawn("score_mod", "np.where(score > 0, score**2 * w, score)"), 0)
+@example(Drawn("score_mod", "np.log(np.where(q_idx > 3, score, 1.0))"), 0)
+@example(Drawn("score_mod", "np.sqrt(np.maximum(score, 0))"), 0)
+@example(Drawn("score_mod", "abs(score) ** 1.5 + np.cos(score) ** 2"), 0)
+def test_slopes_of_slopes_are_those_of_dual_numbers(function, seed):
+    """Where they are finite: both leave out what has a slope of 0."""
+    node, own, values, pairs = drawn_call(function, seed)
+    with np.errstate(all="ignore"):
+        want = reference.moving(
+            function.function, pairs.score, _place(pairs), values,
+            np.ones(()), {}, _REALS,
+        )  # fmt: skip
+    slope = derivative.slope(derivative.slope(node))
+    got = pairs.bounded(slope, own, DOUBLE)
+    known = np.isfinite(got.value) & np.isfinite(want.slope)
+    got = got._replace(doubt=got.doubt | ~known)
+    assert_within(pairs.full(want.slope), got, "slope of the slope")
+
+
 _REALS = ("table", "curve", "half")
 
 
-def _of_dual_numbers(function, values, pairs):
-    place = reference.Place(
+def _place(pairs):
+    return reference.Place(
         np.arange(QUERIES), np.arange(KEYS), QUERIES, KEYS,
         reference.HeadIndices(pairs.b, pairs.h),
     )  # fmt: skip
+
+
+def _of_dual_numbers(function, values, pairs):
     with np.errstate(all="ignore"):
         return reference.score(
-            function.function, pairs.score, place, values, _REALS
+            function.function, pairs.score, _place(pairs), values, _REALS
         )

@@ -158,3 +158,38 @@ def test_unasked_it_reads_0(monkeypatch):
     zeros = {"ids": np.zeros((2, KEYS), int)}
     want = cuflash.forward(Q, K, K, score_mod=biased, mod_arrays=zeros)
     assert_arrays_equal(forward(score_mod=biased), want, "out")
+
+
+def of_token(score, b, h, i, j, *, ids):
+    return score + ids[b, j // 4]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_caches_are_read_as_they_will_be(paged):
+    """Of 20 tokens one more is appended, to the second sequence alone 21."""
+    cache = np.zeros((2, 24, 2, 8))
+    given = {"score_mod": of_token, "mod_arrays": {"ids": IDS}}
+    table = {}
+    if paged:
+        cache = cache.reshape(8, 6, 2, 8)
+        table = {"page_table": np.arange(8).reshape(2, 4)}
+    new = {"k_new": K[:, :1], "v_new": K[:, :1], **table}
+    lengths = np.array([19, 19])
+    cuflash.forward_kvcache(Q[:, :1], cache, cache.copy(),
+                            cache_seqlens=lengths, **new, **given)  # fmt: skip
+    with pytest.raises(ValueRangeError, match=r"b=1.*kv_idx=20: along axis 1"):
+        cuflash.forward_kvcache(
+            Q[:, :1], cache, cache.copy(), cache_seqlens=lengths + [0, 1],
+            **new, **given,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ["jvp", "double_backward"])
+def test_derivatives_raise_too(call):
+    options = {"score_mod": biased, "mod_arrays": {"ids": IDS}}
+    given = (Q, K, K, Q, None, None)
+    if call == "double_backward":
+        out, lse = cuflash.forward(Q, K, K, return_lse=True)
+        given = Q, None, None, Q, Q, K, K, out, lse
+    with pytest.raises(ValueRangeError, match="along axis 1 index 5"):
+        getattr(cuflash, call)(*given, **options)

@@ -41,7 +41,7 @@ LAW = {
     "torch": f"{_BELOW_BRIDGES} expressions distributed",
     "jax": _BELOW_BRIDGES,
     "flash_attn": "errors request torch",
-    "distributed": f"{_BELOW_BRIDGES} backends __init__",
+    "distributed": f"{_BELOW_BRIDGES} backends expressions __init__",
     "__init__": "errors api build emulator reference _checkout _version",
     "__main__": "errors settings folders request plans build backends"
     " backends.cupy __init__",

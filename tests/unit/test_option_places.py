@@ -38,6 +38,7 @@ PLACES = {
         "mask_mod return_dbias return_dsink return_dmod",
     ),
     "api/reads": ("reads of the two roles", "mask_mod score_mod"),
+    "api/derivatives": ("a TileMask", "mask_mod"),
     "api/lse_of_call": (
         "the bound of a score", "alibi_slopes dropout score_mod seed softcap",
     ),
@@ -119,9 +120,15 @@ PLACES = {
     "torch/derivatives": ("linear in it", "dropout"),
     "torch/block_mask": ("theirs", "mask_mod"),
     "torch/flex": ("theirs", "mask_mod score_mod"),
-    "torch/functions": (
-        "records the two roles", "mask_mod mod_arrays score_mod",
+    "torch/pair_bias": ("theirs", "bias mask mod_arrays score_mod"),
+    "jax/pair_bias": ("theirs", "bias mask"),
+    "torch/compiled_functions": (
+        "finds the two roles", "mask_mod mod_arrays score_mod",
     ),
+    "torch/functions": (
+        "finds the two roles", "mask_mod mod_arrays score_mod",
+    ),
+    "torch/recording": ("the two roles", "mask_mod score_mod"),
     "torch/kvcache": ("packs queries alone", "cu_seqlens_q"),
     "torch/kvcache_ops": ("the schema", "cu_seqlens_q window"),
     "torch/masks": ("of models", "window"),
@@ -174,6 +181,9 @@ PLACES = {
     "distributed": (
         "blocks of a mask",
         "cu_seqlens cu_seqlens_q cu_seqlens_k mask seed window",
+    ),
+    "distributed/functions": (
+        "the two roles", "mask mask_mod mod_arrays score_mod",
     ),
     "distributed/attention": (
         "arguments of its own",

@@ -18,6 +18,7 @@ from cuflash.reference.dropout import Dropout
 from cuflash.reference.expressions import HeadIndices
 from cuflash.request.options import TABLE
 from cuflash.request.problem import Call, Problem
+from cuflash.request.traced import is_slot
 
 Arrays = dict[str, np.ndarray]
 
@@ -48,6 +49,8 @@ def directions(call: Call) -> list[Arrays]:
     found: list[Arrays] = [{} for _ in range(p.tangents.count)]
     for number, moved in enumerate(found):
         for name, several in call.directions.items():
+            if is_slot(name):  # `Recorded.dots`
+                continue
             x = heads_first(name, several[number], p)
             x = x.astype(working_dtype(p), copy=False)
             moved[name] = x if name in OPTIONS else for_blas(x)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from functools import reduce
 
-import ml_dtypes
 import numpy as np
 
 from cuflash.backends.numpy import nan, reference, tiles
@@ -27,13 +26,13 @@ from cuflash.backends.numpy.arrays import (
     scalars,
     zeros_of_logits,
 )
+from cuflash.backends.numpy.caches import as_float8, rotated
 from cuflash.backends.numpy.expressions import Recorded, gradients
 from cuflash.backends.numpy.kinds import LARGEST_COTANGENT, LARGEST_VALUE, Kind
 from cuflash.backends.numpy.parts import parts
 from cuflash.backends.numpy.readouts import readout, readout_backward
 from cuflash.backends.numpy.reference import LARGEST_FLOAT32
 from cuflash.reference import kvcache
-from cuflash.reference.packed import spans
 from cuflash.reference.rotary import apply_rotary as apply_rotary_to
 from cuflash.reference.tile_state import TileState
 from cuflash.request.problem import Call
@@ -217,15 +216,15 @@ def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
     if p.lse_dtype == "float32":
         options["largest_score"] = LARGEST_FLOAT32
     if p.kvcache and p.kvcache.rotary:
-        given |= _rotated(call, options)
-    v_cache: np.ndarray | None = _cache(given["v_cache"])
+        given |= rotated(call, options)
+    v_cache: np.ndarray | None = as_float8(given["v_cache"])
     if p.kvcache and p.kvcache.latent:
         v_cache = None
         options |= {"head_dim_v": p.head_dim_v}
         options.pop("v_scale", None)
     out, lse = kvcache.forward_kvcache(
         given["q"],
-        _cache(given["k_cache"]),
+        as_float8(given["k_cache"]),
         v_cache,
         k_new=given.get("k_new"),
         v_new=given.get("v_new"),
@@ -239,54 +238,6 @@ def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
 
 def finish() -> None:
     """Nothing is left to wait for."""
-
-
-def _rotated(call: Call, options: dict) -> dict[str, np.ndarray]:
-    """q, rotated and rounded to its dtype as kernels do, and k_new, rotated.
-
-    The reference does not round q. Takes the tables out of `options`.
-    """
-    p, given = call.problem, call.given
-    assert p.kvcache is not None and p.kvcache.rotary is not None
-    tables = options.pop("rotary_cos"), options.pop("rotary_sin")
-    lengths = np.broadcast_to(options["cache_seqlens"], p.batch)
-    ordered = p.causal or p.window != (None, None)
-    rotated = {}
-    for name in ("q", "k_new"):
-        x = given[name]
-        # Of each sequence, how far its tokens are from the first.
-        if x.ndim == 4:
-            steps, first = np.arange(x.shape[1]), lengths[:, None]
-        else:
-            steps, first = _steps(options["cu_seqlens_q"], lengths, len(x))
-        if name == "q" and not ordered:
-            steps = np.zeros_like(steps)
-        rotated[name] = apply_rotary_to(
-            x, *tables, first + steps, p.kvcache.rotary.interleaved
-        )
-    rotated["q"] = _round(rotated["q"], call)
-    return rotated
-
-
-def _steps(
-    cu_seqlens: np.ndarray, lengths: np.ndarray, total: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each packed token's index in its sequence, and its sequence's length.
-
-    Both are 0 for tokens of no sequence.
-    """
-    steps, first = np.zeros((2, total), np.int64)
-    for number, rows, _ in spans(cu_seqlens, cu_seqlens, total, total):
-        steps[rows] = np.arange(rows.stop - rows.start)
-        first[rows] = lengths[number]
-    return steps, first
-
-
-def _cache(array: np.ndarray) -> np.ndarray:
-    """A cache, as float8 if the user passed its bytes."""
-    if array.dtype != np.uint8:
-        return array
-    return array.view(ml_dtypes.float8_e4m3fn)
 
 
 def _round(array: np.ndarray, call: Call) -> np.ndarray:

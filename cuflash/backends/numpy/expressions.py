@@ -21,11 +21,13 @@ from cuflash.expressions.evaluate import (
     Place,
     Values,
 )
+from cuflash.expressions.functions import FUNCTIONS
 from cuflash.expressions.intervals import ALL, NONE, Extremes, Intervals
 from cuflash.expressions.nodes import Node
 from cuflash.reference.expressions import Dual, HeadIndices
 from cuflash.reference.options import Options, Tile
 from cuflash.reference.scores import reduce_to_shape
+from cuflash.request.mod_tangents import slots_of
 from cuflash.request.problem import Call
 from cuflash.request.traced import slot
 
@@ -46,6 +48,8 @@ class Recorded:
         By slot.
     sums : dict of int to ndarray of float64
         The gradients of arrays, by slot: tiles add to them.
+    dots : list of dict of int to ndarray
+        The tangents of arrays in each direction, by slot.
     """
 
     def __init__(self, call: Call) -> None:
@@ -57,6 +61,12 @@ class Recorded:
         self.given = ModArrays(self.arrays, self.numbers)
         self.buffers = Buffers()
         self.sums = {x: np.zeros(self.arrays[x].shape) for x in p.return_dmod}
+        moving = {slot(x): x for x in slots_of(call.tangents)}
+        count = p.tangents.count if p.tangents else 0
+        self.dots = [
+            {x: call.directions[name][i] for name, x in moving.items()}
+            for i in range(count)
+        ]
         self.extremes = Extremes(self.arrays)
         self.visibility: dict[tuple, np.ndarray] = {}
         if call.kept is not None and self.mask is not None:
@@ -108,6 +118,12 @@ class Replayed:
             else:
                 known[node] = _called(node.op, *args)
         return known[self.root]
+
+    def dots(self, number: int) -> dict[str, np.ndarray]:
+        """Return the tangents of arrays in a direction, for the reference."""
+        known = self.recorded.dots
+        found = known[number] if known else {}
+        return {slot(x): y for x, y in found.items()}
 
     def add(self, gradients: dict[str, np.ndarray]) -> None:
         """Add gradients of arrays, by their names in `Recorded.options`."""
@@ -280,6 +296,80 @@ class Expressions:
             return Gathered(block, None, by)
         return Gathered(total.reshape(-1), values.place(gather), by)
 
+    # Directions
+
+    def moved(
+        self,
+        x: np.ndarray,
+        tile: Tile,
+        w: Any,
+        number: int,
+        visible: np.ndarray | None,
+    ) -> np.ndarray:
+        """Return W, of the tangent W_X of x in a direction."""
+        assert self.score is not None
+        dots = self.recorded.dots[number]
+        of_score = derivative.differential(self.score, tuple(dots))
+        (found,) = self._differentials(x, tile, w, dots, [of_score])
+        return _visible(found, x, visible)
+
+    def curved(
+        self,
+        x: np.ndarray,
+        tile: Tile,
+        w: Any,
+        visible: np.ndarray | None,
+    ) -> Curved:
+        """Return the derivatives that a second gradient needs, at a tile."""
+        assert self.score is not None
+        dots, slots = self.recorded.dots[0], tuple(self.recorded.sums)
+        slope = derivative.slope(self.score)
+        gathers = derivative.of_gathers(self.score, slots) if slots else {}
+        graphs = [slope, *gathers.values()]
+        moved = [derivative.differential(y, tuple(dots)) for y in graphs]
+        values = Values(
+            self.leaves(tile) | {nodes.SCORE: x}, self.recorded.given,
+            self.real,
+        )  # fmt: skip
+        of_score, *others = values.of(*graphs)
+        values.of(*(y for gather in gathers for y in gather.args))
+        bend, *bends = self._differentials(x, tile, w, dots, moved)
+        pairs = [
+            tuple(self._gathered(values, gather, y) for y in both)
+            for gather, *both in zip(gathers, others, bends, strict=True)
+        ]
+        return Curved(of_score, bend, pairs, visible)
+
+    def _differentials(
+        self,
+        x: np.ndarray,
+        tile: Tile,
+        w: Any,
+        dots: dict[int, np.ndarray],
+        moved: list[derivative.Differential],
+    ) -> list[Any]:
+        """Return each one's value."""
+        recorded = self.recorded
+        leaves = self.leaves(tile) | {nodes.SCORE: x}
+        values = Values(leaves, recorded.given, self.real)
+        gathers = dict.fromkeys(y for d in moved for y in d.by_gathers)
+        indices = dict.fromkeys(y for gather in gathers for y in gather.args)
+        known = dict(zip(indices, values.of(*indices), strict=True))
+        arrays = (dots.get(i, y) for i, y in enumerate(recorded.arrays))
+        given = ModArrays(tuple(arrays), recorded.numbers)
+        # Those of a head are among the leaves, with what the arrays hold.
+        known = {x: y for x, y in leaves.items() if x not in gathers} | known
+        read = Values(known, given, self.real).of(*gathers)
+        of_dots = dict(zip(gathers, read, strict=True))
+        found = []
+        for d in moved:
+            by_score, *by = values.of(d.by_score, *d.by_gathers.values())
+            total = 0.0 if w is None else _product_if(by_score, w)
+            for gather, y in zip(d.by_gathers, by, strict=True):
+                total = total + _product_if(y, of_dots[gather])
+            found.append(total)
+        return found
+
     def leaves(self, tile: Tile) -> dict[Node, Any]:
         """What all but scores follow from, of a tile."""
         query = np.arange(*tile[:2], dtype=np.int32)
@@ -357,6 +447,48 @@ class Slopes(NamedTuple):
         for gather in self.gathers:
             gather.add(ds, self.visible)
         return _times(ds, self.slope, self.visible)
+
+
+class Curved(NamedTuple):
+    """What second gradients need of score_mod at a tile.
+
+    Attributes
+    ----------
+    slope, bend : ndarray or float
+        f_s, and its tangent.
+    gathers : list of (Gathered, Gathered)
+        Of f_a, and of its tangent.
+    visible : ndarray of bool or None
+    """
+
+    slope: Any
+    bend: Any
+    gathers: list[tuple[Gathered, ...]]
+    visible: np.ndarray | None
+
+    def through(
+        self, ds: np.ndarray, t: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Add to the gradients of arrays; return f_s dS, f_s T + f_s' dS."""
+        for of_t, of_ds in self.gathers:
+            of_t.add(t, self.visible)
+            of_ds.add(ds, self.visible)
+        moved = _times(t, self.slope, self.visible)
+        moved = moved + _times(ds, self.bend, self.visible)
+        return _times(ds, self.slope, self.visible), moved
+
+
+def _product_if(a: Any, b: Any) -> Any:
+    """Return a b, 0 where a is: what does not count may be NaN."""
+    return FUNCTIONS["product_if"].evaluate(a, b)
+
+
+def _visible(w: Any, x: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
+    """Return tangents of all pairs, 0 where masked."""
+    w = np.broadcast_to(np.asarray(w, x.dtype), x.shape)
+    if visible is None or np.isfinite(np.sum(w)):
+        return w
+    return np.where(visible, w, np.zeros((), x.dtype))
 
 
 def _times(

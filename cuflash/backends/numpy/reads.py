@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cuflash.backends.numpy import caches
 from cuflash.backends.numpy.arrays import operands, options
 from cuflash.backends.numpy.parts import sequences
 from cuflash.backends.numpy.scores import Scores, steps
@@ -46,16 +47,22 @@ def find(call: Call) -> Read | None:
     roots = [x for x in (p.score_mod, p.mask_mod) if x is not None]
     if not any(nodes.gathers(roots)):
         return None
-    arrays = operands(call)
-    for part in sequences(call, options(call)):
-        own = part.of(arrays)
-        for scores, rows in steps(own["q"], own["k"], **part.options):
+    of_call = caches.sequences if p.kvcache else _of_arrays
+    for q, k, own in of_call(call):
+        for scores, rows in steps(q, k, **own):
             for queries in rows:
                 for tile, visible in scores.tiles_of_options(queries):
                     found = _of_tile(scores, tile, visible)
                     if found is not None:
                         return found
     return None
+
+
+def _of_arrays(call: Call) -> caches.Sequences:
+    arrays = operands(call, "q", "k")
+    for part in sequences(call, options(call)):
+        own = part.of(arrays)
+        yield own["q"], own["k"], part.options
 
 
 def _of_tile(

@@ -40,9 +40,12 @@ def forward(
             del given["v"]
             largest = forward_of.max_score(**given)
             rows.put(results[0], {"max_score": largest})
-    for direction, result in zip(directions, results[1:], strict=True):
+    pairs = zip(directions, results[1:], strict=True)
+    for number, (direction, result) in enumerate(pairs):
         moved = {f"{x}_dot": y for x, y in rows.of(direction).items()}
-        found = jvp_of.jvp(**(given | moved))
+        found = jvp_of.jvp(
+            **(given | moved | _dots(given, number, "mod_dots"))
+        )
         rows.put(results[0], {"out": found.out, "lse": found.lse})
         rows.put(result, {"out": found.out_dot, "lse": found.lse_dot})
 
@@ -64,13 +67,22 @@ def double_backward(
     given = _arguments(rows, own)
     given |= dict.fromkeys(("ddq", "ddk", "ddv"))
     given |= {f"dd{x}": y for x, y in rows.of(direction).items()}
+    given |= _dots(given, 0, "ddmods")
     found = double_backward_of.double_backward(**given)._asdict()
+    if d2mod := found.pop("d2mod"):
+        given["score_mod"].add(d2mod)
     by_name = {  # d2q, ..., ddout, ...
         x.removeprefix("d2" if x.startswith("d2") else "d"): y
         for x, y in found.items()
         if y is not None
     }
     rows.put(gradients, by_name)
+
+
+def _dots(given: Arrays, number: int, name: str) -> dict[str, Any]:
+    """The tangents of score_mod's arrays in a direction, if there are any."""
+    function: Any = given.get("score_mod")
+    return {} if function is None else {name: function.dots(number)}
 
 
 def weights(rows: Rows, own: Arrays) -> np.ndarray:

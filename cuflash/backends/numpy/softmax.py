@@ -75,7 +75,7 @@ def attend(
         kept, values = scores.kept(p, tile), v[..., tile.keys, :]
         acc += kept @ values
         for own in sums:
-            own.add(tile, p, kept, values, cap)
+            own.add(tile, visible, p, kept, values, cap)
     return State(m, total, acc), sums
 
 
@@ -122,13 +122,14 @@ class Sums:
     def add(
         self,
         tile: Tile,
+        visible: np.ndarray | None,
         p: np.ndarray,
         kept: np.ndarray,
         v: np.ndarray,
         cap: Cap | None,
     ) -> None:
         """Add P * (W - r) to b, and to O' with the P that is kept."""
-        w, _ = self.motion.of(tile, cap)
+        w, _ = self.motion.of(tile, cap, visible)
         if w is not None:
             if not self.begun.all():
                 self._begin(p, w)

@@ -16,17 +16,30 @@ from cuflash.reference.options import Tile
 class Motion:
     """How the scores of some heads, and their values, move."""
 
-    def __init__(self, scores: Scores, direction: Arrays) -> None:
-        self.scores = scores
+    def __init__(
+        self, scores: Scores, direction: Arrays, number: int = 0
+    ) -> None:
+        self.scores, self.number = scores, number
         self.own = {x: of_heads(y, scores.heads) for x, y in direction.items()}
         self.transposed = {
             x: transposed(self.own[x]) for x in "kv" if x in self.own
         }
 
     def of(
-        self, tile: Tile, cap: Cap | None
+        self, tile: Tile, cap: Cap | None, visible: np.ndarray | None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return W and X'; None is 0. Masked pairs have a W too."""
+        w, x_dot = self.before_mod(tile, cap)
+        own = self.scores.expressions
+        if own is not None and own.score is not None:
+            x, _ = self.scores.before_mod(tile)
+            w = own.moved(x, tile, w, self.number, visible)
+        return w, x_dot
+
+    def before_mod(
+        self, tile: Tile, cap: Cap | None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return W_X, the tangent of what score_mod gets, and X'."""
         scores, own, x_dot = self.scores, self.own, None
         if "q" in own:
             keys = scores.k_transposed[..., tile.keys]

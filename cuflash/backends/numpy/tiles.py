@@ -51,7 +51,7 @@ def forward(
     small : whether the inputs are of `Kind.SMALL`; without directions.
     """
     for scores, tiles in steps(q, k, **options):
-        motions = [Motion(scores, x) for x in directions]
+        motions = [Motion(scores, x, i) for i, x in enumerate(directions)]
         own_v = of_heads(v, scores.heads)
         for rows in tiles:
             at = (*scores.heads, rows)
@@ -207,7 +207,7 @@ def _first_pass(
         s, cap = scores.of(tile, visible)
         p = rows.shift.weights(s)
         v = values.v[..., tile.keys, :]
-        sums.add(tile, p, scores.kept(p, tile), v, cap)
+        sums.add(tile, visible, p, scores.kept(p, tile), v, cap)
     return sums.finish(out)
 
 
@@ -233,7 +233,7 @@ def _second_pass(
     for tile, visible in scores.tiles(rows.place):
         s, cap = scores.of(tile, visible, bends=True)
         p = rows.shift.weights(s)
-        w, x_dot = motion.of(tile, cap)
+        w, x_dot = motion.of(tile, cap, visible)
         z = scores.factors(tile)
         relative = -b[..., None] if w is None else w - b[..., None]
         kept = p if z is None else z * p
@@ -253,6 +253,11 @@ def _second_pass(
             u -= moved[..., None]
             u *= p
             t += u
+        if scores.expressions is not None and scores.expressions.score:
+            x, _ = scores.before_mod(tile)
+            w_x, _ = motion.before_mod(tile, cap)
+            curved = scores.expressions.curved(x, tile, w_x, visible)
+            ds, t = curved.through(ds, t)
         _add_to_pairs(sums, tile, t)
         if cap is not None:
             cap.bend(ds, t, x_dot)

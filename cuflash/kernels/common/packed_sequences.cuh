@@ -271,7 +271,13 @@ inline void advance_lse_rests(ReadoutExpressionArguments& a, int q) {
 inline void advance_lse_rests(JvpOptionsArguments& a, int q) {
     advance_lse_rests(a.lse_rests, q);
 }
+inline void advance_lse_rests(JvpExpressionArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
 inline void advance_lse_rests(DoubleBackwardOptionsArguments& a, int q) {
+    advance_lse_rests(a.lse_rests, q);
+}
+inline void advance_lse_rests(DoubleBackwardExpressionArguments& a, int q) {
     advance_lse_rests(a.lse_rests, q);
 }
 
@@ -301,9 +307,19 @@ template <class Arguments> inline void advance_tangents(Arguments&, const Sequen
 inline void advance_tangents(JvpOptionsArguments& a, const Sequence& sequence) {
     advance_each_tangent(a, sequence);
 }
-inline void advance_tangents(DoubleBackwardOptionsArguments& a, const Sequence& sequence) {
+inline void advance_tangents(JvpExpressionArguments& a, const Sequence& sequence) {
+    advance_each_tangent(a, sequence);
+}
+template <class Arguments>
+inline void advance_second_tangents(Arguments& a, const Sequence& sequence) {
     advance_each_tangent(a, sequence);
     a.delta_dot = static_cast<Accumulator<Element>*>(a.delta_dot) + sequence.first_q;
+}
+inline void advance_tangents(DoubleBackwardOptionsArguments& a, const Sequence& sequence) {
+    advance_second_tangents(a, sequence);
+}
+inline void advance_tangents(DoubleBackwardExpressionArguments& a, const Sequence& sequence) {
+    advance_second_tangents(a, sequence);
 }
 
 // The arguments of a call with that sequence alone, except for rows_of_head and num_query_tiles.

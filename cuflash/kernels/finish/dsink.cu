@@ -42,7 +42,7 @@ template <class Arguments> inline Real row_delta(const Arguments& args, i64 pair
 }
 
 // The factor that takes its place in a double backward.
-inline Real row_delta(const DoubleBackwardOptionsArguments& args, i64 pair, int row) {
+template <class Arguments> inline Real second_delta(const Arguments& args, i64 pair, int row) {
     const BackwardArguments& arguments = args.arrays;
     const i64 index = pair * arguments.shape.seqlen_q + row;
     const int head = pair % arguments.shape.num_heads_q;
@@ -51,6 +51,12 @@ inline Real row_delta(const DoubleBackwardOptionsArguments& args, i64 pair, int 
     const Real b = static_cast<const Real*>(args.lse_dot)[index];
     const Real delta = static_cast<const Real*>(arguments.delta)[index];
     return fma(delta, sink_dot - b, static_cast<const Real*>(args.delta_dot)[index]);
+}
+inline Real row_delta(const DoubleBackwardOptionsArguments& args, i64 pair, int row) {
+    return second_delta(args, pair, row);
+}
+inline Real row_delta(const DoubleBackwardExpressionArguments& args, i64 pair, int row) {
+    return second_delta(args, pair, row);
 }
 
 // The thread's part of the sum over packed sequences, a slot a warp.

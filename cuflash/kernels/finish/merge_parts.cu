@@ -1,13 +1,16 @@
 // Merges what the blocks of a decode kernel computed of the same row from parts of the keys, in the
 // order of the parts (merged_row.cuh), and adds the head's sink.
 //
-// Grid: blockIdx.x = run * MERGE_BLOCKS + first row, with a run for each row tile, or, if parts are
-// balanced, for each block of the decode kernel (parts.cuh). A block has every MERGE_BLOCKS-th row:
-// to find a balanced part takes as long as some rows. Block: a warp for each 32 COLUMNS columns.
+// Grid: a run's BLOCKS_OF_RUN blocks, one run after the other: a run for each row tile, or, if
+// parts are balanced, for each block of the decode kernel (parts.cuh). Block: MERGE_SLOTS rows at
+// once, each of which has a warp for each 32 COLUMNS columns.
 //
-// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; MERGE_BLOCKS; NUM_WARPS,
-// BLOCK_Q, BLOCK_K, CAUSAL, BALANCED, those of a KV cache (constants.cuh), SINK, WINDOW; Arguments.
-// No shared memory.
+// Balanced parts are found by hundreds of instructions. One warp of a block finds the row tile, and
+// the block merges up to ROWS_OF_BLOCK of its rows.
+//
+// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; MERGE_SLOTS,
+// ROWS_OF_BLOCK; NUM_WARPS, of all slots; BLOCK_Q, BLOCK_K, CAUSAL, BALANCED, those of a KV cache
+// (constants.cuh), SINK, WINDOW; Arguments. Shared memory: FoundRowTile.
 //
 // Bound by latency: the parts are in L2. So a lane has the loads of many parts under way, and the
 // kernel starts before the parts are there (Launch.overlaps).
@@ -27,10 +30,39 @@ template <class Real> struct MergedMax {
     }
 };
 
+constexpr int THREADS_OF_ROW = NUM_WARPS / MERGE_SLOTS * 32;
+constexpr int BLOCKS_OF_RUN = (MERGE_ROWS + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
+
+struct FoundRowTile {
+    Part part;
+    bool is_cut;
+};
+static_assert(MERGE_SLOTS == 1 || sizeof(FoundRowTile) <= SHARED_BYTES,
+              "the plan and the kernel disagree");
+
+// The block's row tile. Returns whether it is cut. Whole block.
+__device__ __forceinline__ bool find_row_tile(const Arguments& args, Part& part) {
+    const int run = blockIdx.x / BLOCKS_OF_RUN;
+    if constexpr (MERGE_SLOTS == 1) {
+        return Parts::find_cut_row_tile(args, run, part);
+    } else {
+        extern __shared__ __align__(16) unsigned char shared_bytes[];
+        FoundRowTile& found = *reinterpret_cast<FoundRowTile*>(shared_bytes);
+        if (threadIdx.x < 32) {
+            const bool is_cut = Parts::find_cut_row_tile(args, run, part);
+            if (threadIdx.x == 0) found = {part, is_cut};
+        }
+        __syncthreads();
+        part = found.part;
+        return found.is_cut;
+    }
+}
+
+// The parts of one row. `thread`: of the row's.
 __device__ __forceinline__ void merge_row(
-    const Arguments& args, const Part& part, const RowTile& rows, int row) {
+    const Arguments& args, const Part& part, const RowTile& rows, int row, int thread) {
     const int head_dim_v = args.arrays.shape.head_dim_v, lane = threadIdx.x % 32;
-    const int first_column = threadIdx.x / 32 * 32 * COLUMNS + lane;
+    const int first_column = thread / 32 * 32 * COLUMNS + lane;
     const Real* numbers = static_cast<const Real*>(args.split_lse) + row * PART_NUMBERS;
     const Real* out = static_cast<const Real*>(args.split_out) + i64(row) * head_dim_v;
     MergedRow<Real, COLUMNS> merged;
@@ -50,8 +82,8 @@ __device__ __forceinline__ void merge_row(
                    });
     }
     const Result<Real> result(args, part, rows, row, merged.m, merged.sum, true);
-    if (threadIdx.x == 0) result.store_lse();
-    if (MAX_SCORE && threadIdx.x == 0) result.store_max_score(max_score.m, max_score.l);
+    if (thread == 0) result.store_lse();
+    if (MAX_SCORE && thread == 0) result.store_max_score(max_score.m, max_score.l);
     #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
         const int column = first_column + i * 32;
@@ -66,11 +98,14 @@ merge_parts(const __grid_constant__ Arguments args) {
     if (blockIdx.x == 0) griddepcontrol_wait();
 
     Part part;
-    if (!Parts::find_cut_row_tile(args, blockIdx.x / MERGE_BLOCKS, part)) return;
+    if (!find_row_tile(args, part)) return;
     const RowTile rows(args, part);
+    const int first = blockIdx.x % BLOCKS_OF_RUN * ROWS_OF_BLOCK;
+    if (!rows.exists(first)) return;
+
     griddepcontrol_wait();                                  // for the parts
-    #pragma unroll 1
-    for (int row = blockIdx.x % MERGE_BLOCKS; row < MERGE_ROWS && rows.exists(row);
-         row += MERGE_BLOCKS)
-        merge_row(args, part, rows, row);
+
+    const int slot = threadIdx.x / THREADS_OF_ROW;
+    for (int row = first + slot; row < min(first + ROWS_OF_BLOCK, MERGE_ROWS); row += MERGE_SLOTS)
+        if (rows.exists(row)) merge_row(args, part, rows, row, threadIdx.x % THREADS_OF_ROW);
 }

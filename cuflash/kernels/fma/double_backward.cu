@@ -17,7 +17,7 @@
 // prepare/double_delta.cu has zeroed d2Q and computed delta and delta_dot; b and ddO are a JVP's.
 //
 // Grid and block: those of fma/backward.cu.
-// Constants: those of fma/backward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients the
+// Constants: those of fma/backward.cu; Q_DOT to MOD_DOT: which gradients the
 // loss depends on. Score modifications, where scale S stands for the score, and dropout change the
 // terms as in simt/double_backward.cuh. Shared memory, in floats:
 //     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each      v, v_dot  BLOCK_K * (HEAD_DIM_V + 4) each
@@ -116,10 +116,12 @@ __device__ __forceinline__ bool load_first_tiles(
 struct SecondWeight { float p_dot, t, ds; };
 
 // Of the tile's query `row` and key `key`: s = S, w = W, dp = dP, u = U. kept: whether dropout
-// keeps the pair.
+// keeps the pair. add_to_arrays(motion, T, dS): for second gradients of the user's arrays.
+template <class AddToArrays>
 __device__ __forceinline__ SecondWeight second_weight(
     float s, float w, float dp, float u, const SharedPlan& shared, const ScoreTile& score_tile,
-    const BiasTangent<float>& bias_tangent, int row, int key, bool visible, bool kept) {
+    const HeadTangent<float>& tangent, int row, int key, bool visible, bool kept,
+    AddToArrays add_to_arrays) {
     const ScoreMod<float>& score_mod = score_tile.score_mod;
     const int i = score_tile.q_start + row, j = score_tile.k_start + key;
     const float lse = effective_lse(shared.lse[row]), x_dot = score_mod.scale * w;
@@ -135,24 +137,32 @@ __device__ __forceinline__ SecondWeight second_weight(
     if (!visible) return {0.0f, 0.0f, 0.0f};
     const float slope = derivatives.by_product;
     const float z = DROPOUT ? kept ? score_tile.dropout.factor : 0.0f : 1.0f;
-    const float relative =
-        (SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(i, j) - shared.b[row];
+    const PairMotion<float> motion = tangent.motion(score_mod, derivatives, s, x_dot, i, j);
+    const float relative = motion.w - shared.b[row];
     const float ds = p * ((DROPOUT ? z * dp : dp) - shared.delta[row]);
     const float t = ds * relative + p * ((DROPOUT ? z * u : u) - shared.delta_dot[row]);
-    if constexpr (DBIAS) score_tile.dbias.add(i, j, t);
+    const SecondScores<float> second(t, ds, slope, derivatives.by_bias, motion);
+    if constexpr (DBIAS) score_tile.dbias.add(i, j, second.t_bias);
+    add_to_arrays(motion, t, ds);
     const float p_dot = p * relative;
-    const float tx = SOFTCAP ? slope * t + score_mod.curvature(s) * ds * x_dot : t;
-    return {DROPOUT ? z * p_dot : p_dot, tx * score_mod.scale,
-            (SOFTCAP ? ds * slope : ds) * score_mod.scale};
+    return {DROPOUT ? z * p_dot : p_dot, second.tx * score_mod.scale,
+            second.ds * score_mod.scale};
 }
 
 // P (scale W - b), scale T and scale dS replace S, W and dP; all are 0 for masked pairs.
 template <bool MASKED>
 __device__ __forceinline__ void compute_weights(
     Scores& s, Scores& w, Scores& dp, const Scores& u, const SharedPlan& shared,
-    const ScoreTile& score_tile, const BiasTangent<float>& bias_tangent) {
+    const ScoreTile& score_tile, const HeadTangent<float>& tangent) {
     constexpr int ROWS = ScoreGrid::WARP_ROWS / LANE_ROWS;
     constexpr int KEYS = ScoreGrid::WARP_COLUMNS / LANE_COLUMNS;
+    using Pairs = LaneGrid<LaneAxis<ROWS, 1, LANE_ROWS, ROW_LANES>,
+                           LaneAxis<KEYS, 1, LANE_COLUMNS, COLUMN_LANES>>;
+    Pairs pairs{};
+    if constexpr (DMOD)
+        pairs = {score_tile.q_start + ScoreGrid::first_row() + lane_row(),
+                 score_tile.k_start + ScoreGrid::first_column() + lane_column()};
+    ScoreMod<float>::ArraySums<Pairs> sums;
     Kept<ROWS, KEYS> kept;
     if constexpr (DROPOUT)
         find_kept(kept, score_tile.dropout, score_tile.q_start + ScoreGrid::first_row(),
@@ -164,13 +174,18 @@ __device__ __forceinline__ void compute_weights(
         for (int j = 0; j < KEYS; ++j) {
             const int key = ScoreGrid::first_column() + lane_column() + j * LANE_COLUMNS;
             const SecondWeight weight = second_weight(
-                s[i][j], w[i][j], dp[i][j], u[i][j], shared, score_tile, bias_tangent, row, key,
-                !MASKED || score_tile.visible(row, key), DROPOUT && kept.at(i, j));
+                s[i][j], w[i][j], dp[i][j], u[i][j], shared, score_tile, tangent, row, key,
+                !MASKED || score_tile.visible(row, key), DROPOUT && kept.at(i, j),
+                [&](const PairMotion<float>& motion, float t, float ds_of_score) {
+                    score_tile.score_mod.add_second_gradients(
+                        sums, pairs, i, j, motion, t, ds_of_score);
+                });
             s[i][j] = weight.p_dot;
             w[i][j] = weight.t;
             dp[i][j] = weight.ds;
         }
     }
+    score_tile.score_mod.finish_gradients(sums, pairs);
 }
 
 // Which tiles contain a NaN or an infinity, so that the matmuls that add them up must test the
@@ -180,7 +195,7 @@ struct Nonfinite { bool dout, q, k; };
 // The products of a query tile, once dO and then Q have arrived, and the weights made of them.
 template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
-    SharedPlan& shared, const ScoreTile& score_tile, const BiasTangent<float>& bias_tangent,
+    SharedPlan& shared, const ScoreTile& score_tile, const HeadTangent<float>& tangent,
     Scores& p_dot, Scores& t, Scores& ds, Nonfinite& nonfinite) {
     const int row = ScoreGrid::first_row(), column = ScoreGrid::first_column();
     Scores u;
@@ -192,7 +207,7 @@ __device__ __forceinline__ void compute_scores(
     nonfinite.q = barrier_or_nonfinite_all<MASKED, Q_DOT>(shared.q, one(shared.q_dot));
     gemm_abt_tangents<Q_DOT, K_DOT>(
         p_dot, one(t), shared.q, one(shared.q_dot), row, shared.k, one(shared.k_dot), column);
-    compute_weights<MASKED>(p_dot, t, ds, u, shared, score_tile, bias_tangent);
+    compute_weights<MASKED>(p_dot, t, ds, u, shared, score_tile, tangent);
 }
 
 // d2Q = T K + dS ddK of query tile q_tile, with the scale in T and dS, added to d2Q.
@@ -258,7 +273,7 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
     // Main loop, one query tile per iteration. The loads of its dO and Q have been started.
     Nonfinite nonfinite{};
     DqSemaphore<> dq_semaphore;
-    const auto iterate = [&](auto masked, const BiasTangent<float>& bias_tangent, int head,
+    const auto iterate = [&](auto masked, const HeadTangent<float>& tangent, int head,
                              int tile) {
         constexpr bool MASKED = masked.value;
         const int tile_after = order.after(tile);
@@ -268,7 +283,7 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
         const int row = ScoreGrid::first_row(), column = ScoreGrid::first_column();
 
         Scores p_dot, t, ds;
-        compute_scores<MASKED>(shared, score_tile, bias_tangent, p_dot, t, ds, nonfinite);
+        compute_scores<MASKED>(shared, score_tile, tangent, p_dot, t, ds, nonfinite);
         write_weights(shared.weights.at, row, column, p_dot);
         write_weights(shared.ds.at, row, column, ds);
         __syncthreads();                                    // they are written
@@ -292,10 +307,10 @@ double_backward_fma(const __grid_constant__ Arguments call_args) {
         nonfinite.k = load_first_tiles(loader, score_tile.k_start, first_head, order.first);
         for (int head = first_head; head < end_head; ++head) {
             score_tile.set_head(args, coord.batch, head);
-            const BiasTangent<float> bias_tangent(args, 0, coord.batch, head);
+            const HeadTangent<float> tangent(args, 0, coord.batch, head);
             for (int tile = order.first; order.has(tile); tile = order.after(tile))
-                if (score_tile.full(tiles, tile)) iterate(Bool<false>{}, bias_tangent, head, tile);
-                else iterate(Bool<true>{}, bias_tangent, head, tile);
+                if (score_tile.full(tiles, tile)) iterate(Bool<false>{}, tangent, head, tile);
+                else iterate(Bool<true>{}, tangent, head, tile);
         }
     }
 

@@ -14,8 +14,8 @@
 // Grid: the tiles of fma/forward.cu, longest first, each once for every group of directions:
 // blockIdx.x = order of the tile * groups + group. Block: as fma/forward.cu.
 //
-// Constants: those of fma/forward.cu and score/directions.cuh; Q_DOT, K_DOT, V_DOT, BIAS_DOT,
-// SINK_DOT: what moves. With score modifications, scale S stands for the score, W for its tangent
+// Constants: those of fma/forward.cu and score/directions.cuh; Q_DOT to MOD_DOT:
+// what moves. With score modifications, scale S stands for the score, W for its tangent
 // (score/tangents.cuh).
 // Shared memory, in floats:
 //     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each          k, k_dot  BLOCK_K * (HEAD_DIM + 4) each
@@ -81,7 +81,7 @@ __device__ __forceinline__ void reset(Rows& rows, SharedPlan& shared, int first_
 template <bool MASKED>
 __device__ __forceinline__ void apply_options(
     Scores& s, ScoreTangents& w, const ScoreMod<float>& score_mod,
-    const BiasTangent<float>& bias_tangent, const LaneVisibility& visible, int first_key,
+    const HeadTangent<float>& tangent, const LaneVisibility& visible, int first_key,
     int shift) {
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -90,21 +90,18 @@ __device__ __forceinline__ void apply_options(
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             const int key = first_key + j * LANE_COLUMNS;
-            #pragma unroll
-            for (int v = 0; v < DIRECTIONS; ++v) w[v][i][j] *= score_mod.scale;
+            Derivatives<float> derivatives;
             if constexpr (LINEAR) {
                 if (NEGATE_SCORES) s[i][j] = -s[i][j];
             } else {
-                Derivatives<float> derivatives;
                 s[i][j] = score_mod.score(
                     s[i][j], distance - static_cast<float>(j * LANE_COLUMNS), query, key,
                     derivatives);
-                #pragma unroll
-                for (int v = 0; v < DIRECTIONS; ++v) {
-                    if constexpr (SOFTCAP) w[v][i][j] *= derivatives.by_product;
-                    if constexpr (BIAS_DOT) w[v][i][j] += bias_tangent.at(query, key, v);
-                }
             }
+            #pragma unroll
+            for (int v = 0; v < DIRECTIONS; ++v)
+                w[v][i][j] = tangent.of(
+                    score_mod, derivatives, w[v][i][j] * score_mod.scale, query, key, v);
             if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) {
                 s[i][j] = -infinity();
                 #pragma unroll
@@ -322,7 +319,7 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
     const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, window_of<WINDOW>(call_args)};
     HeadOptions<float> options(args, coord.batch);
     options.set_head(args, coord.batch, coord.head);
-    const BiasTangent<float> bias_tangent(args, direction, coord.batch, coord.head);
+    const HeadTangent<float> tangent(args, direction, coord.batch, coord.head);
     const PairMask& pair_mask = options.pair_mask;
     const int q_tile = coord.tile, q_start = q_tile * BLOCK_Q;
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
@@ -359,7 +356,7 @@ jvp_fma(const __grid_constant__ Arguments call_args) {
         loader.load_v(tile);
         gemm_abt_tangents<Q_DOT, K_DOT>(
             s, w, shared.q, shared.q_dot, warp_row, shared.k, shared.k_dot, 0);
-        apply_options<MASKED>(s, w, options.score_mod, bias_tangent, visible,
+        apply_options<MASKED>(s, w, options.score_mod, tangent, visible,
                               k_start + lane_column(), shape.seqlen_k - shape.seqlen_q);
         cp_async_wait<0>();
         const bool nonfinite = barrier_or_nonfinite_all<MASKED, V_DOT>(shared.v, shared.v_dot);

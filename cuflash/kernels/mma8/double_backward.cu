@@ -18,7 +18,7 @@
 // which has zeroed d2Q too; b and ddO from a JVP.
 //
 // Grid, block: those of mma8/backward.cu.
-// Constants: those of mma8/backward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients
+// Constants: those of mma8/backward.cu; Q_DOT to MOD_DOT: which gradients
 // the loss depends on.
 // Shared memory, in elements:
 //     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each      v, v_dot  BLOCK_K * (HEAD_DIM_V + 4) each
@@ -48,7 +48,7 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
     Weights& x, SharedPlan& shared, const ScoreTile& score_tile,
-    const BiasTangent<Element>& bias_tangent, Nonfinite& nonfinite) {
+    const HeadTangent<Element>& tangent, Nonfinite& nonfinite) {
     const int row = ScoreGrid::first_row(), column = ScoreGrid::first_column();
     cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     if constexpr (MASKED) nonfinite.dout = __syncthreads_or(loaded_nonfinite(shared.dout));
@@ -64,7 +64,7 @@ __device__ __forceinline__ void compute_scores(
     }
     gemm_abt_dot<Q_DOT, K_DOT>(
         x.p_dot, x.tx, shared.q, shared.q_dot, row, shared.k, shared.k_dot, column);
-    compute_weights<MASKED>(x, shared, score_tile, bias_tangent);
+    compute_weights<MASKED>(x, shared, score_tile, tangent);
 }
 
 // T_X K + (g dS) ddK of query tile q_tile, added to d2Q.
@@ -116,8 +116,8 @@ double_backward_mma8(const __grid_constant__ Arguments call_args) {
         score_tile.q_start = tile * BLOCK_Q;
 
         Weights x;
-        const BiasTangent<Element> bias_tangent(args, 0, coord.batch, head);
-        compute_scores<MASKED>(x, shared, score_tile, bias_tangent, nonfinite);
+        const HeadTangent<Element> tangent(args, 0, coord.batch, head);
+        compute_scores<MASKED>(x, shared, score_tile, tangent, nonfinite);
         write_weights(shared.others, x.p_dot);
         write_weights(shared.tx, x.tx);
         __syncthreads();                                    // P (W - b) and T_X are written

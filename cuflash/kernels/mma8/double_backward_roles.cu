@@ -131,7 +131,7 @@ __device__ __forceinline__ void compute_all_weights(
             x.p_dot, x.tx, stage.q, stage.q_dot, ScoreGrid::first_row(), shared.k, shared.k_dot,
             ScoreGrid::first_column());
         compute_weights<MASKED>(
-            x, stage, score_tile, BiasTangent<Element>(args, 0, coord.batch, head));
+            x, stage, score_tile, HeadTangent<Element>(args, 0, coord.batch, head));
         write_weights(stage.p_dot, x.p_dot);
         write_weights(stage.tx, x.tx);
         write_weights(stage.ds, x.ds);

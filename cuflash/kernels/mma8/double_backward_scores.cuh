@@ -17,9 +17,15 @@ struct Weights { Scores p_dot, tx, ds, u; };
 template <bool MASKED, class Rows>
 __device__ __forceinline__ void compute_weights(
     Weights& x, const Rows& rows, const ScoreTile& score_tile,
-    const BiasTangent<Element>& bias_tangent) {
+    const HeadTangent<Element>& tangent) {
     const ScoreMod<Element>& score_mod = score_tile.score_mod;
     const int first_key = ScoreGrid::first_column() + threadIdx.x % 4 * 2;
+    using Pairs = FragmentGrid<ScoreGrid::M_TILES * 2, ScoreGrid::N_TILES * 2>;
+    Pairs pairs{};
+    if constexpr (DMOD)
+        pairs = {score_tile.q_start + ScoreGrid::first_row() + query_row(0),
+                 score_tile.k_start + first_key};
+    ScoreMod<Element>::ArraySums<Pairs> sums;
     #pragma unroll
     for (int m = 0; m < ScoreGrid::M_TILES; ++m)
         #pragma unroll
@@ -47,17 +53,23 @@ __device__ __forceinline__ void compute_weights(
                         s, score_tile.distance(row, key), i, j, derivatives);
                     const Element slope = derivatives.by_product;
                     const Element p = exponential(score - lse - rest), x_dot = score_mod.scale * w;
-                    const Element relative =                // W - b
-                        (SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(i, j) - b;
+                    const PairMotion<Element> motion =
+                        tangent.motion(score_mod, derivatives, s, x_dot, i, j);
+                    const Element relative = motion.w - b;  // W - b
                     const Element ds = p * ((DROPOUT ? z * dp : dp) - delta);
                     const Element t = ds * relative + p * ((DROPOUT ? z * u : u) - delta_dot);
                     const bool visible = !MASKED || score_tile.visible(row, key);
-                    if constexpr (DBIAS) if (visible) score_tile.dbias.add(i, j, t);
-                    Element tx = t;
-                    if constexpr (SOFTCAP) tx = slope * t + score_mod.curvature(s) * ds * x_dot;
+                    const SecondScores<Element> second(
+                        t, ds, slope, derivatives.by_bias, motion);
+                    if constexpr (DBIAS) if (visible) score_tile.dbias.add(i, j, second.t_bias);
+                    if constexpr (DMOD)
+                        score_mod.add_second_gradients(
+                            sums, pairs, m * 2 + half, n * 2 + c, motion, visible ? t : 0,
+                            visible ? ds : 0);
                     s = visible ? (DROPOUT ? z * p : p) * relative : 0;
-                    w = visible ? tx * score_mod.scale : 0;
-                    dp = visible ? (SOFTCAP ? ds * slope : ds) * score_mod.scale : 0;
+                    w = visible ? second.tx * score_mod.scale : 0;
+                    dp = visible ? second.ds * score_mod.scale : 0;
                 }
         }
+    score_mod.finish_gradients(sums, pairs);
 }

@@ -16,7 +16,7 @@
 // Block: NUM_WARPS warps of WARP_ROWS queries each; twice as many as there are 16-row tiles of
 // queries make two groups, which take turns at the key tiles (key_groups.cuh).
 //
-// Constants: those of mma8/forward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
+// Constants: those of mma8/forward.cu; Q_DOT to MOD_DOT: what moves.
 // Shared memory, in elements:
 //     q, q_dot  BLOCK_Q * (HEAD_DIM + 4) each     k, k_dot  BLOCK_K * (HEAD_DIM + 4) each
 //     v, v_dot  BLOCK_K * (HEAD_DIM_V + VALUES_PAD) each
@@ -137,7 +137,7 @@ __device__ __forceinline__ void load_lse(
 template <bool MASKED>
 __device__ __forceinline__ void compute_weights(
     Scores& s, Scores& w, Rows& rows, const HeadOptions<Element>& options,
-    const LseRests<Element>& rests, const BiasTangent<Element>& bias_tangent,
+    const LseRests<Element>& rests, const HeadTangent<Element>& tangent,
     const LaneVisibility& visible) {
     const ScoreMod<Element>& score_mod = options.score_mod;
     const int first_key = visible.k_start + threadIdx.x % 4 * 2;
@@ -160,10 +160,9 @@ __device__ __forceinline__ void compute_weights(
                     Derivatives<Element> derivatives;
                     p = score_mod.score(
                         p, static_cast<Element>(query + shift - key), query, key, derivatives);
-                    const Element slope = derivatives.by_product;
                     const Element x_dot = score_mod.scale * pw;
                     p = exponential(p - lse - rest);
-                    pw = p * ((SOFTCAP ? slope * x_dot : x_dot) + bias_tangent.at(query, key));
+                    pw = p * tangent.of(score_mod, derivatives, x_dot, query, key);
                     if (MASKED && !visible(row, key - visible.k_start)) p = pw = 0;
                     if constexpr (SCORES_MOVE) sum += pw;
                     if constexpr (DROPOUT) {
@@ -252,7 +251,7 @@ struct Visitor {
     const Loader& loader;
     const HeadOptions<Element>& options;
     const LseRests<Element>& rests;
-    const BiasTangent<Element>& bias_tangent;
+    const HeadTangent<Element>& tangent;
     const Mask<CAUSAL, WINDOW>& mask;
     const int first_row, first_query;
 
@@ -279,7 +278,7 @@ struct Visitor {
         if constexpr (GROUPS == 2) {
             group.sync();
             loader.load_values(tile);
-            compute_weights<MASKED>(s, w, rows, options, rests, bias_tangent, visible);
+            compute_weights<MASKED>(s, w, rows, options, rests, tangent, visible);
         }
         cp_async_wait<0>();
         bool nonfinite = false;
@@ -287,7 +286,7 @@ struct Visitor {
         else group.sync();
         if constexpr (GROUPS == 1) {
             if (has_next) loader.load_keys(next);
-            compute_weights<MASKED>(s, w, rows, options, rests, bias_tangent, visible);
+            compute_weights<MASKED>(s, w, rows, options, rests, tangent, visible);
         }
         accumulate(acc, s, w, group.tiles.values, visible, nonfinite);
         if constexpr (GROUPS == 2) {
@@ -318,7 +317,7 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
     HeadOptions<Element> options(args, coord.batch);
     options.set_head(args, coord.batch, coord.head);
     const PairMask& pair_mask = options.pair_mask;
-    const BiasTangent<Element> bias_tangent(args, direction, coord.batch, coord.head);
+    const HeadTangent<Element> tangent(args, direction, coord.batch, coord.head);
     LseRests<Element> rests;
     rests.set_head(args, coord.batch, coord.head);
 
@@ -346,7 +345,7 @@ jvp_mma8(const __grid_constant__ Arguments call_args) {
     }
 
     // Main loop, one key tile per iteration.
-    const Visitor visitor{loader, options, rests, bias_tangent, mask, warp_row, first_query};
+    const Visitor visitor{loader, options, rests, tangent, mask, warp_row, first_query};
     for (; tile >= tiles.first; tile = next) {
         next = before(tile, GROUPS);
         const bool has_next = next >= tiles.first;

@@ -18,6 +18,9 @@ template <class Real> struct ScoreExpression {
     // of_distance(query, key) computes. Pairs with the same query - key share it: it may be passed
     // to score() last.
     static constexpr bool SHARES = false;
+    // Of derivatives along directions: whether the slope depends on the score or on arrays that
+    // move.
+    static constexpr bool CURVED = false;
     // f(scale s), and its slope. INSIDE: reads are inside, and need no test.
     template <bool INSIDE = false> Real score(Real s, Real scale, int, int) const {
         return s * scale;
@@ -33,4 +36,11 @@ template <class Real> struct ScoreExpression {
     template <class Pairs>
     void add_gradients(Gradients<Pairs>&, const Pairs&, int, int, Real, Real) const {}
     template <class Pairs> void finish_gradients(Gradients<Pairs>&, const Pairs&) const {}
+    // With W_X, the tangent of x: what the tangents of arrays add to that of f(x), and the tangent
+    // of the slope, in a direction.
+    Real of_arrays(Real, Real, int, int, int) const { return 0; }
+    Real slope_dot(Real, Real, int, int, int) const { return 0; }
+    // Sums of (df/da) t + (df/da)' ds.
+    template <class Pairs> void add_second_gradients(
+        Gradients<Pairs>&, const Pairs&, int, int, Real, Real, Real, Real) const {}
 };

@@ -27,8 +27,10 @@ template <class Real> struct SoftmaxScale { Real scale; };
 // The derivatives of a pair's score x.
 //
 // by_product: dx / d(scale S). by_bias: dx / dbias, the slope of f. argument: x before f, where f
-// has its other derivatives; only with SCORE_MOD.
-template <class Real> struct Derivatives { Real by_product = 1, by_bias = 1, argument = 0; };
+// has its other derivatives, and before_f its derivative by scale S; only with SCORE_MOD.
+template <class Real> struct Derivatives {
+    Real by_product = 1, by_bias = 1, argument = 0, before_f = 1;
+};
 
 // Whether the user's score reads arrays, inside alone, of queries [first_query, last_query] and
 // keys [first_key, last_key].
@@ -166,6 +168,7 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         derivatives.by_product = slope_of_x[0];
         if constexpr (SCORE_MOD) {
             derivatives.argument = x[0];
+            derivatives.before_f = slope_of_x[0];
             x[0] = BUILT_IN
                 ? this->user.score(x[0], Real(1), query, key, derivatives.by_bias)
                 : this->user.score(product, scale, query, key, derivatives.by_bias);
@@ -193,6 +196,14 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
     void add_gradients(ArraySums<Pairs>& sums, const Pairs& pairs, int i, int j,
                        const Derivatives<Real>& derivatives, Real ds) const {
         if constexpr (DMOD) this->user.add_gradients(sums, pairs, i, j, derivatives.argument, ds);
+    }
+    // The same of second gradients, at a pair whose score moves: `motion` is that of tangents.cuh.
+    template <class Pairs, class Motion>
+    void add_second_gradients(ArraySums<Pairs>& sums, const Pairs& pairs, int i, int j,
+                              const Motion& motion, Real t, Real ds) const {
+        if constexpr (DMOD)
+            this->user.add_second_gradients(
+                sums, pairs, i, j, motion.argument, motion.x_dot, t, ds);
     }
     // After a tile's pairs, by whole warps.
     template <class Pairs> void finish_gradients(ArraySums<Pairs>& sums, const Pairs& pairs) const {

@@ -20,8 +20,8 @@
 //
 // Bad at: speed, as simt/forward.cu.
 #include "simt/backward.cuh"
+#include "simt/row_pairs.cuh"
 #include "score/dbias.cuh"
-#include "score/lane_grid.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
 constexpr int KEYS_PER_THREAD = (BLOCK_K + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
@@ -30,14 +30,7 @@ constexpr int COLUMNS_PER_THREAD = HEAD_DIM / THREADS_PER_ROW;
 static_assert(NUM_THREADS % BLOCK_Q == 0, "every query has as many threads");
 static_assert(HEAD_DIM % THREADS_PER_ROW == 0, "every thread has as many columns of dQ");
 
-// A warp has several queries where as many threads as a power of two share one. Otherwise a thread
-// sums for itself.
-constexpr bool SHARED_SUMS = THREADS_PER_ROW == 4 || THREADS_PER_ROW == 8;
-constexpr u32 KEY_LANES = SHARED_SUMS ? THREADS_PER_ROW - 1 : 0;
-using Pairs = LaneGrid<
-    LaneAxis<1, 1, SHARED_SUMS ? 32 / THREADS_PER_ROW : THREADS_PER_ROW,
-             SHARED_SUMS ? 31 & ~KEY_LANES : 0>,
-    LaneAxis<KEYS_PER_THREAD, 1, THREADS_PER_ROW, KEY_LANES>>;
+using Pairs = RowPairs<THREADS_PER_ROW, KEYS_PER_THREAD>;
 
 struct SharedPlan {
     Real q[BLOCK_Q][HEAD_DIM + 1];

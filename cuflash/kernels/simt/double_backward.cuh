@@ -4,10 +4,10 @@
 // with b and O with ddO (simt/jvp.cu, score/tangents.cuh). With P, dP and D of backward.cuh and
 //
 //     U = dO ddV^T,  F = rowsum(dO * ddO)
-//     T = P ((dP - D) (W - b) + U - F)             the gradient by scores, dbias's too
-//     T_X = g T + g' dS X'                         by scale S: g, g' of a softcap; 1, 0 without
+//     T = P ((dP - D) (W - b) + U - F)             the gradient by scores
 //
-// (docs/guide/derivatives.md; F = E + b D there), the second gradients are
+// and with T_X and g dS, those by scale S (score/tangents.cuh: T and dS without score
+// modifications), the second gradients are (docs/guide/derivatives.md; F = E + b D there)
 //
 //     d2Q = scale ((g dS) ddK + T_X K),  d2K = scale ((g dS)^T ddQ + T_X^T Q)
 //     d2V = (P (W - b))^T dO
@@ -24,13 +24,16 @@ struct SecondQuery { Real lse, delta, b, product; };
 // Of a pair: S = q k, X' / scale = ddq k + q ddk, dP = dO v, U = dO ddv.
 struct Products { Real s, x_dot, dp, u; };
 
-// Of a pair: T_X, g dS, T, and what d2V takes: Z P (W - b).
-struct SecondWeight { Real tx, ds, t, p_dot; };
+// Of a pair: T_X, g dS, T by a bias, and what d2V takes: Z P (W - b); T, dS, how the score moves.
+struct SecondWeight {
+    Real tx, ds, t_bias, p_dot, t, ds_of_score;
+    PairMotion<Real> motion;
+};
 
 // The weights of query i and key j; shift = seqlen_k - seqlen_q.
 inline SecondWeight second_weight_of(
     const Products& products, const SecondQuery& query, const LseRests<Real>& rests,
-    const HeadOptions<Real>& options, const BiasTangent<Real>& bias_tangent, int i, int j,
+    const HeadOptions<Real>& options, const HeadTangent<Real>& tangent, int i, int j,
     int shift) {
     const ScoreMod<Real>& score_mod = options.score_mod;
     Derivatives<Real> derivatives;
@@ -38,12 +41,14 @@ inline SecondWeight second_weight_of(
     const Real slope = derivatives.by_product;
     const Real p = exp(x - query.lse - rests.of(i, query.lse)), z = options.dropout.z(i, j);
     const Real x_dot = score_mod.scale * products.x_dot;
-    const Real relative = slope * x_dot + bias_tangent.at(i, j) - query.b;   // W - b
+    const PairMotion<Real> motion =
+        tangent.motion(score_mod, derivatives, products.s, x_dot, i, j);
+    const Real relative = motion.w - query.b;               // W - b
     const Real ds = p * ((DROPOUT ? z * products.dp : products.dp) - query.delta);
     const Real t = ds * relative + p * ((DROPOUT ? z * products.u : products.u) - query.product);
     const Real p_dot = p * relative;
-    return {SOFTCAP ? slope * t + score_mod.curvature(products.s) * ds * x_dot : t,
-            SOFTCAP ? ds * slope : ds, t, DROPOUT ? z * p_dot : p_dot};
+    const SecondScores<Real> second(t, ds, slope, derivatives.by_bias, motion);
+    return {second.tx, second.ds, second.t_bias, DROPOUT ? z * p_dot : p_dot, t, ds, motion};
 }
 
 // One head's pieces of all arrays.

@@ -8,7 +8,7 @@
 // sm90/double_backward.cu both compute the tiles that are flagged (tile_flags.cuh), and no others.
 //
 // Grid and block: those of simt/backward_dkdv.cu.
-// Constants: those of simt/backward_dkdv.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which
+// Constants: those of simt/backward_dkdv.cu; Q_DOT to MOD_DOT: which
 // gradients the loss depends on.
 // Shared memory, in Real:
 //     k, k_dot       BLOCK_K * (HEAD_DIM + 1) each     v, v_dot  BLOCK_K * (HEAD_DIM_V + 1) each
@@ -68,7 +68,7 @@ inline void compute_products(
 // queries.
 inline void weights(
     SharedPlan& shared, int row, int thread_of_row, const HeadOptions<Real>& options,
-    const LseRests<Real>& rests, const BiasTangent<Real>& bias_tangent, int q_start, int key,
+    const LseRests<Real>& rests, const HeadTangent<Real>& tangent, int q_start, int key,
     int shift) {
     Products products[QUERIES_PER_THREAD];
     compute_products(products, shared, row, thread_of_row);
@@ -76,7 +76,7 @@ inline void weights(
         const int i = thread_of_row + n * THREADS_PER_ROW;
         if (i >= BLOCK_Q) continue;
         const SecondWeight weight = second_weight_of(
-            products[n], shared.queries[i], rests, options, bias_tangent, q_start + i, key, shift);
+            products[n], shared.queries[i], rests, options, tangent, q_start + i, key, shift);
         shared.tx[row][i] = weight.tx;
         shared.ds[row][i] = weight.ds;
         shared.p_dot[row][i] = weight.p_dot;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void compute_tile(
     for (int member = 0; member < group_size; ++member) {
         const int head_index = kv_head * group_size + member;
         const SecondHead head(args, batch, head_index);
-        const BiasTangent<Real> bias_tangent(args, 0, batch, head_index);
+        const HeadTangent<Real> tangent(args, 0, batch, head_index);
         options.set_head(args, batch, head_index);
         const int q_end = WINDOW ? min(tiles.end * BLOCK_Q, shape.seqlen_q) : shape.seqlen_q;
         for (int q_start = tiles.first * BLOCK_Q; q_start < q_end; q_start += BLOCK_Q) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void compute_tile(
                 shared.queries[i] =
                     i < num_queries ? head.query(q_start + i) : SecondQuery{0, 0, 0, 0};
             __syncthreads();                                // the tile and the keys are there
-            weights(shared, row, thread_of_row, options, head.rests, bias_tangent, q_start, key,
+            weights(shared, row, thread_of_row, options, head.rests, tangent, q_start, key,
                     shape.seqlen_k - shape.seqlen_q);
             __syncthreads();                                // the weights are there
             accumulate(

@@ -7,7 +7,7 @@
 // simt/double_backward_dkdv.cu.
 //
 // Grid and block: those of simt/backward_dq.cu.
-// Constants: those of simt/backward_dq.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients
+// Constants: those of simt/backward_dq.cu; Q_DOT to MOD_DOT: which gradients
 // the loss depends on.
 // Shared memory, in Real:
 //     q, q_dot  BLOCK_Q * (HEAD_DIM + 1) each      dout      BLOCK_Q * (HEAD_DIM_V + 1)
@@ -18,6 +18,7 @@
 #include "simt/double_backward.cuh"
 #include "common/flagged_tiles.cuh"
 #include "common/tile_flags.cuh"
+#include "simt/row_pairs.cuh"
 #include "score/dbias.cuh"
 
 constexpr int THREADS_PER_ROW = NUM_THREADS / BLOCK_Q;
@@ -26,6 +27,8 @@ constexpr int COLUMNS_PER_THREAD = HEAD_DIM / THREADS_PER_ROW;
 
 static_assert(NUM_THREADS % BLOCK_Q == 0, "every query has as many threads");
 static_assert(HEAD_DIM % THREADS_PER_ROW == 0, "every thread has as many columns of d2Q");
+
+using Pairs = RowPairs<THREADS_PER_ROW, KEYS_PER_THREAD>;
 
 struct SharedPlan {
     Real q[BLOCK_Q][HEAD_DIM + 1], q_dot[BLOCK_Q][HEAD_DIM + 1];
@@ -90,7 +93,7 @@ __device__ __forceinline__ void compute_tile(
     const int first_key = mask.first_key(i);
     HeadOptions<Real> options(args, batch);
     options.set_head(args, batch, head_index);
-    const BiasTangent<Real> bias_tangent(args, 0, batch, head_index);
+    const HeadTangent<Real> tangent(args, 0, batch, head_index);
     BiasGradient d2bias;
     d2bias.set_head(args, batch, head_index);
 
@@ -107,17 +110,22 @@ __device__ __forceinline__ void compute_tile(
         __syncthreads();                                    // the tile and Q, ddQ, dO are there
         Products products[KEYS_PER_THREAD];
         compute_products(products, shared, row, thread_of_row);
+        const Pairs pairs{i, k_start + thread_of_row};
+        ScoreMod<Real>::ArraySums<Pairs> array_sums;
         for (int n = 0; n < KEYS_PER_THREAD; ++n) {
             const int j = thread_of_row + n * THREADS_PER_ROW;
             if (j >= BLOCK_K) continue;
             const SecondWeight weight = second_weight_of(
-                products[n], query, head.rests, options, bias_tangent, i, k_start + j,
+                products[n], query, head.rests, options, tangent, i, k_start + j,
                 shape.seqlen_k - shape.seqlen_q);
             shared.tx[row][j] = weight.tx;
             shared.ds[row][j] = weight.ds;
-            if (DBIAS && j >= visible.first && j < visible.end && !masked(j))
-                d2bias.add(i, k_start + j, weight.t);
+            if (!(DBIAS || DMOD) || j < visible.first || j >= visible.end || masked(j)) continue;
+            if constexpr (DBIAS) d2bias.add(i, k_start + j, weight.t_bias);
+            options.score_mod.add_second_gradients(
+                array_sums, pairs, 0, n, weight.motion, weight.t, weight.ds_of_score);
         }
+        options.score_mod.finish_gradients(array_sums, pairs);
         __syncthreads();                                    // T_X and dS are there
         accumulate(d2q, shared, row, thread_of_row, visible, masked);
         __syncthreads();                                    // the tile and T_X, dS are free

@@ -14,7 +14,7 @@
 // with order = q_tile, or num_q_tiles - 1 - q_tile if CAUSAL: the longest tiles start first.
 // Block: NUM_THREADS threads, NUM_THREADS / BLOCK_Q of them a query (simt.cuh).
 //
-// Constants: those of simt/forward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: what moves.
+// Constants: those of simt/forward.cu; Q_DOT to MOD_DOT: what moves.
 // Shared memory, in Real:
 //     q, q_dot    BLOCK_Q * (HEAD_DIM + 1) each
 //     kv, kv_dot  BLOCK_K * (max(HEAD_DIM, HEAD_DIM_V) + 1) each      a tile of K, K', then V, V'
@@ -112,7 +112,7 @@ struct Scores { Real x[KEYS_PER_THREAD], w[KEYS_PER_THREAD]; };
 // Those of the whole row stand in shared.p and shared.pw, too.
 inline void compute_scores(
     Scores& own, SharedPlan& shared, int row, int thread_of_row, const ScoreMod<Real>& score_mod,
-    const BiasTangent<Real>& bias_tangent, int query, int k_start, int shift) {
+    const HeadTangent<Real>& tangent, int query, int k_start, int shift) {
     Real of_k[KEYS_PER_THREAD] = {};
     dot_products<KEYS_PER_THREAD, HEAD_DIM>(
         own.x, shared.q[row], shared.kv, thread_of_row, THREADS_PER_ROW);
@@ -126,8 +126,8 @@ inline void compute_scores(
         Derivatives<Real> derivatives;
         own.x[n] = score_mod.score(
             own.x[n], Real(query + shift - k_start - j), query, k_start + j, derivatives);
-        own.w[n] = derivatives.by_product * (score_mod.scale * (own.w[n] + of_k[n]))
-                 + bias_tangent.at(query, k_start + j);
+        own.w[n] = tangent.of(
+            score_mod, derivatives, score_mod.scale * (own.w[n] + of_k[n]), query, k_start + j);
         if (j >= BLOCK_K) continue;
         shared.p[row][j] = own.x[n];
         if constexpr (SCORES_MOVE) shared.pw[row][j] = own.w[n];
@@ -273,7 +273,7 @@ __device__ __forceinline__ void compute_tile(
     const int first_key = mask.first_key(query);
     HeadOptions<Real> options(args, batch);
     options.set_head(args, batch, head);
-    const BiasTangent<Real> bias_tangent(args, direction, batch, head);
+    const HeadTangent<Real> tangent(args, direction, batch, head);
 
     own_head.load_queries(shared, args, q_start);
     State state;
@@ -292,7 +292,7 @@ __device__ __forceinline__ void compute_tile(
         own_head.load_keys(shared, args, k_start);
         __syncthreads();                                    // K, K', the first time Q, Q'
         Scores own;
-        compute_scores(own, shared, row, thread_of_row, options.score_mod, bias_tangent, query,
+        compute_scores(own, shared, row, thread_of_row, options.score_mod, tangent, query,
                        k_start, shape.seqlen_k - shape.seqlen_q);
         __syncthreads();                                    // the scores are there
 

@@ -11,7 +11,7 @@
 // F come from prepare/double_delta.cu, b and ddO from a JVP.
 //
 // Grid, block: those of sm80/backward.cu.
-// Constants: those of sm80/backward.cu; Q_DOT, K_DOT, V_DOT, BIAS_DOT, SINK_DOT: which gradients
+// Constants: those of sm80/backward.cu; Q_DOT to MOD_DOT: which gradients
 // the loss depends on.
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
 //     k, k_dot       BLOCK_K * HEAD_DIM * 2 each              d2K in the epilogue
@@ -38,23 +38,34 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the main loop knows one or two stages");
+static_assert(!LOADS_IN_TURN || NUM_STAGES == 1, "the other stage loads a whole iteration ahead");
 
-// Starts the loads of a query tile's rows and statistics, one cp.async group.
-__device__ __forceinline__ void load_queries(
+// Start the loads of a query tile: of Q and ddQ, of dO, of the statistics of rows.
+__device__ __forceinline__ void load_q(
     SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int start = at.tile * BLOCK_Q, end = shape.seqlen_q;
-    Rows(arrays.q, arrays.q_stride, batch, at.head)
-        .load<BLOCK_Q, HEAD_DIM, true>(
-            shared_address(&shared.q[stage]), start, end, shape.head_dim);
-    Rows(arrays.dout, arrays.dout_stride, batch, at.head)
-        .load<BLOCK_Q, HEAD_DIM_V, true>(
-            shared_address(&shared.dout[stage]), start, end, shape.head_dim_v);
+    Rows<BLOCK_Q>(arrays.q, arrays.q_stride, batch, at.head)
+        .load<HEAD_DIM, true>(shared_address(&shared.q[stage]), start, end, shape.head_dim);
     if constexpr (Q_DOT)
-        Rows(args.q_dot, args.tangents.q_dot, 0, batch, at.head)
-            .load<BLOCK_Q, HEAD_DIM, true>(
+        Rows<BLOCK_Q>(args.q_dot, args.tangents.q_dot, 0, batch, at.head)
+            .load<HEAD_DIM, true>(
                 shared_address(&shared.q_dot[stage]), start, end, shape.head_dim);
+}
+__device__ __forceinline__ void load_dout(
+    SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
+    const BackwardArguments& arrays = arrays_of(args);
+    Rows<BLOCK_Q>(arrays.dout, arrays.dout_stride, batch, at.head)
+        .load<HEAD_DIM_V, true>(
+            shared_address(&shared.dout[stage]), at.tile * BLOCK_Q, arrays.shape.seqlen_q,
+            arrays.shape.head_dim_v);
+}
+__device__ __forceinline__ void load_statistics(
+    SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
+    const BackwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const int start = at.tile * BLOCK_Q, end = shape.seqlen_q;
     const i64 first = (static_cast<i64>(batch) * shape.num_heads_q + at.head) * rows_of_head(args)
                     + start;
     const RowStatistics& rows = shared.rows[stage];
@@ -68,6 +79,13 @@ __device__ __forceinline__ void load_queries(
         load(rows.b, args.lse_dot, i);
         load(rows.product, args.delta_dot, i);
     }
+}
+// All of these, one cp.async group.
+__device__ __forceinline__ void load_queries(
+    SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
+    load_q(shared, args, batch, at, stage);
+    load_dout(shared, args, batch, at, stage);
+    load_statistics(shared, args, batch, at, stage);
     cp_async_commit();
 }
 
@@ -77,17 +95,17 @@ __device__ __forceinline__ void load_keys(
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int start = coord.tile * BLOCK_K, end = shape.seqlen_k;
-    Rows(arrays.k, arrays.k_stride, coord.batch, coord.head)
-        .load<BLOCK_K, HEAD_DIM, true>(shared_address(&shared.k), start, end, shape.head_dim);
-    Rows(arrays.v, arrays.v_stride, coord.batch, coord.head)
-        .load<BLOCK_K, HEAD_DIM_V, true>(shared_address(&shared.v), start, end, shape.head_dim_v);
+    Rows<BLOCK_K>(arrays.k, arrays.k_stride, coord.batch, coord.head)
+        .load<HEAD_DIM, true>(shared_address(&shared.k), start, end, shape.head_dim);
+    Rows<BLOCK_K>(arrays.v, arrays.v_stride, coord.batch, coord.head)
+        .load<HEAD_DIM_V, true>(shared_address(&shared.v), start, end, shape.head_dim_v);
     if constexpr (K_DOT)
-        Rows(args.k_dot, args.tangents.k_dot, 0, coord.batch, coord.head)
-            .load<BLOCK_K, HEAD_DIM, true>(
+        Rows<BLOCK_K>(args.k_dot, args.tangents.k_dot, 0, coord.batch, coord.head)
+            .load<HEAD_DIM, true>(
                 shared_address(&shared.k_dot), start, end, shape.head_dim);
     if constexpr (V_DOT)
-        Rows(args.v_dot, args.tangents.v_dot, 0, coord.batch, coord.head)
-            .load<BLOCK_K, HEAD_DIM_V, true>(
+        Rows<BLOCK_K>(args.v_dot, args.tangents.v_dot, 0, coord.batch, coord.head)
+            .load<HEAD_DIM_V, true>(
                 shared_address(&shared.v_dot), start, end, shape.head_dim_v);
 }
 
@@ -112,15 +130,17 @@ __device__ __forceinline__ bool queries_nonfinite(SharedPlan& shared, int stage)
 // T_X, g dS and, for d2V, Z P (W - b) of a tile, to shared memory.
 template <bool MASKED>
 __device__ __forceinline__ void compute_weights(
-    SharedPlan& shared, const ScoreTile& score_tile, const BiasTangent<float>& bias_tangent,
+    SharedPlan& shared, const ScoreTile& score_tile, const HeadTangent<float>& tangent,
     int stage) {
+    if (SCORE_WARPS < NUM_WARPS && threadIdx.x / 32 >= SCORE_WARPS) return;
     const RowStatistics& rows = shared.rows[stage];
     const u32 dout = shared_address(&shared.dout[stage]);
-    Scores s, w, dp, u, slopes, bends;                      // s: then P; w: then W - b
+    Scores s, w, dp, u;                                     // s: then P; w: then W - b
+    PairMotions motions;
     pair_gemms<HEAD_DIM, Q_DOT, K_DOT>(
         s, w, shared_address(&shared.q[stage]), shared_address(&shared.q_dot[stage]),
         shared_address(&shared.k), shared_address(&shared.k_dot));
-    probabilities_and_tangents(s, w, slopes, bends, rows, score_tile, bias_tangent);
+    probabilities_and_tangents(s, w, motions, rows, score_tile, tangent);
     pair_gemms<HEAD_DIM_V, false, V_DOT>(
         dp, u, dout, dout, shared_address(&shared.v), shared_address(&shared.v_dot));
     KeptBits kept;
@@ -132,13 +152,43 @@ __device__ __forceinline__ void compute_weights(
     second_weights(s, w, dp, u, rows, score_tile);          // w, dp, u: P (W - b), dS, T
     if constexpr (DROPOUT) apply_dropout(w, kept, score_tile);
     store_weights<MASKED>(shared_address(&shared.p_dot), w, score_tile);
-    if constexpr (DBIAS) {
-        if constexpr (MASKED) apply_mask(u, score_tile);
-        add_dbias(u, score_tile);
+    if constexpr (MASKED && SUMS_SCORES) {
+        apply_mask(u, score_tile);
+        apply_mask(dp, score_tile);
     }
-    if constexpr (SOFTCAP) apply_slopes(u, dp, slopes, bends);
+    if constexpr (BENDS || SUMS_SCORES) second_scores(u, dp, motions, score_tile);
     store_weights<MASKED>(shared_address(&shared.tx), u, score_tile);
     store_weights<MASKED>(shared_address(&shared.ds), dp, score_tile);
+}
+
+// d2K / scale += T_X^T Q + (g dS)^T ddQ.
+template <bool MASKED>
+__device__ __forceinline__ void add_d2k(
+    KeyGrid::Fragments& d2k, const SharedPlan& shared, int stage, const ScoreTile& score_tile,
+    bool nonfinite) {
+    const int row = KeyGrid::first_row(), column = KeyGrid::first_column();
+    add_product<false, BLOCK_Q, MASKED>(
+        d2k, shared.tx, shared.q[stage], row, column, score_tile, nonfinite);
+    if constexpr (Q_DOT)
+        add_product<false, BLOCK_Q, MASKED>(
+            d2k, shared.ds, shared.q_dot[stage], row, column, score_tile, nonfinite);
+}
+
+// The same between two barriers, of which the first frees dO, the second Q: `next` loads to their
+// places, if there is one.
+template <bool MASKED>
+__device__ __forceinline__ void add_d2k_and_load(
+    KeyGrid::Fragments& d2k, SharedPlan& shared, const Arguments& args, int batch,
+    const ScoreTile& score_tile, bool nonfinite, QueryWalk::Place next, bool has_next) {
+    __syncthreads();
+    if (has_next) {
+        load_dout(shared, args, batch, next, 0);
+        load_statistics(shared, args, batch, next, 0);
+    }
+    add_d2k<MASKED>(d2k, shared, 0, score_tile, nonfinite);
+    __syncthreads();
+    if (has_next) load_q(shared, args, batch, next, 0);
+    cp_async_commit();
 }
 
 // d2K and d2V leave through the tiles of K and V, once no warp reads those any more.
@@ -192,7 +242,7 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
     DqSemaphore<> dq_semaphore;
     const auto iterate = [&](auto masked, QueryWalk::Place next) {
         constexpr bool MASKED = masked.value;
-        const BiasTangent<float> bias_tangent(args, 0, coord.batch, at.head);
+        const HeadTangent<float> tangent(args, 0, coord.batch, at.head);
         bool nonfinite = false;                             // in Q, ddQ, dO; in all threads
         cp_async_wait<0>();
         if constexpr (MASKED) nonfinite = __syncthreads_or(queries_nonfinite(shared, stage));
@@ -201,27 +251,23 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
         if (NUM_STAGES == 2 && walk.has(next))
             load_queries(shared, args, coord.batch, next, stage ^ 1);
 
-        compute_weights<MASKED>(shared, score_tile, bias_tangent, stage);
+        compute_weights<MASKED>(shared, score_tile, tangent, stage);
         __syncthreads();
 
         add_product<false, BLOCK_Q, MASKED>(
             d2v, shared.p_dot, shared.dout[stage], ValueGrid::first_row(),
             ValueGrid::first_column(), score_tile, nonfinite);
+        if constexpr (LOADS_IN_TURN)
+            add_d2k_and_load<MASKED>(d2k, shared, args, coord.batch, score_tile, nonfinite, next,
+                                     walk.has(next));
         add_d2q<MASKED>(dq_semaphore, shared, arrays, score_tile, coord, at.head, at.tile,
                         num_q_tiles, k_nonfinite);
-        add_product<false, BLOCK_Q, MASKED>(
-            d2k, shared.tx, shared.q[stage], KeyGrid::first_row(), KeyGrid::first_column(),
-            score_tile, nonfinite);
-        if constexpr (Q_DOT)
-            add_product<false, BLOCK_Q, MASKED>(
-                d2k, shared.ds, shared.q_dot[stage], KeyGrid::first_row(),
-                KeyGrid::first_column(), score_tile, nonfinite);
+        if constexpr (!LOADS_IN_TURN) add_d2k<MASKED>(d2k, shared, stage, score_tile, nonfinite);
 
-        if (NUM_STAGES == 1) {
+        if (NUM_STAGES == 2) stage ^= 1;
+        if (NUM_STAGES == 1 && !LOADS_IN_TURN) {
             __syncthreads();
             if (walk.has(next)) load_queries(shared, args, coord.batch, next, 0);
-        } else {
-            stage ^= 1;
         }
     };
 

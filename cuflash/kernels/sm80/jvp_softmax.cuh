@@ -46,10 +46,10 @@ __device__ __forceinline__ bool sees(const QueryTile& query_tile, int query, int
         return true;
 }
 
-// W = g scale X + B' and, not LINEAR, S becomes the scores of score_mod.cuh. X becomes W.
+// X becomes W of score/tangents.cuh and, not LINEAR, S becomes the scores of score_mod.cuh.
 __device__ __forceinline__ void scores_and_tangents(
     Scores& s, ScoreTangents& x, const QueryTile& query_tile,
-    const BiasTangent<float>& bias_tangent, int k_start) {
+    const HeadTangent<float>& tangent, int k_start) {
     const ScoreMod<float>& score_mod = query_tile.score_mod;
     const int shift = query_tile.mask.seqlen_k - query_tile.mask.seqlen_q;
     for_each_pair(query_tile, k_start, [&](int i, int j, int n, int query, int key) {
@@ -61,9 +61,7 @@ __device__ __forceinline__ void scores_and_tangents(
         #pragma unroll
         for (int v = 0; v < DIRECTIONS; ++v) {
             float& w = x[v][i][j][n];
-            w *= score_mod.scale;
-            if constexpr (SOFTCAP) w *= derivatives.by_product;
-            if constexpr (BIAS_DOT) w += bias_tangent.at(query, key, v);
+            w = tangent.of(score_mod, derivatives, w * score_mod.scale, query, key, v);
         }
     });
 }
@@ -162,7 +160,7 @@ __device__ __forceinline__ void add_nonfinite_terms(
     for (int i = 0; i < M_TILES; ++i)
         for (int j = 0; j < S_TILES; ++j)
             for (int x = 0; x < 4; ++x) p[i][j][x] = weights[i][j][x];
-    const int first_column = threadIdx.x % 4 * 2, quad = threadIdx.x % 32 / 4 * 4;
+    const int first_column = warp_column() + threadIdx.x % 4 * 2, quad = threadIdx.x % 32 / 4 * 4;
     #pragma unroll 1
     for (int j = 0; j < BLOCK_K; ++j)
         #pragma unroll

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from cuflash.errors import UnsupportedError
-from cuflash.request import checks, traced
+from cuflash.request import checks, mod_tangents, traced
 from cuflash.request.options import ARRAYS, BY_NAME, TABLE
 from cuflash.request.problem import Call, Layout, Signature
 from cuflash.request.validate.descriptions import (
@@ -132,6 +132,8 @@ class Asked(NamedTuple):
     seed : int
     numbers : tuple
         Those of `mod_arrays`.
+    mods : tuple of str
+        The names of these arrays, by slot.
     """
 
     scalars: Numbers = ()
@@ -139,6 +141,15 @@ class Asked(NamedTuple):
     arrays: dict[str, Any] = {}
     seed: int = 0
     numbers: tuple[Any, ...] = ()
+    mods: tuple[str, ...] = ()
+
+    def moved(self, tangents: dict[str, Any], argument: str) -> dict[str, str]:
+        """Name tangents of `mod_arrays` by slots; return what they were.
+
+        argument : that they were given as.
+        """
+        has_score = any(name == "score_mod" for name, _ in self.scalars)
+        return mod_tangents.moved(tangents, argument, self.mods, has_score)
 
 
 NO_OPTIONS = Asked()
@@ -155,7 +166,8 @@ def split_options(options: dict[str, Any]) -> Asked:
         scalars = *scalars, *functions.fields
         for i, name in enumerate(functions.names):
             arrays[traced.slot(i)] = options[name]
-    return Asked(scalars, describe(arrays), arrays, seed, functions.numbers)
+    _, names, values = functions
+    return Asked(scalars, describe(arrays), arrays, seed, values, names)
 
 
 @remembered

@@ -15,6 +15,7 @@ import numpy as np
 from cuflash.errors import DTypeError, ShapeError
 from cuflash.request import checks
 from cuflash.request.layouts import broadcast_strides
+from cuflash.request.mod_tangents import check_moves, name_of_moved
 from cuflash.request.options import DIFFERENTIABLE, MOVED
 from cuflash.request.problem import Call, Layout, Signature, Tangents
 from cuflash.request.validate.attention import signature_of, split_options
@@ -46,18 +47,22 @@ def jvp(
     `others` holds only the tangents and the options that the user passed.
     """
     given = {"q": q, "k": k, "v": v}
-    moved, options = _tangents_of(others, TANGENTS)
+    moved, options = _tangents_of(others, TANGENTS, "mod_dots")
     asked = split_options(options)
+    names = TANGENTS | asked.moved(moved, "mod_dots")
     signature = _signature(
         "jvp",
-        _describe(moved, TANGENTS),
+        _describe(moved, names),
         (),
         describe(given),
         scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
         return_lse=checks.flag("return_lse", return_lse),
     )
-    return Call(signature, given, None, *asked[2:4], tangents=moved)
+    return Call(
+        signature, given, None, *asked[2:4], tangents=moved,
+        mod_numbers=asked.numbers,
+    )  # fmt: skip
 
 
 def double_backward(
@@ -88,33 +93,50 @@ def double_backward(
     if dlse is not None:
         given["dlse"] = dlse
     flags = {x: others.pop(f"return_d2{x}", False) for x in DIFFERENTIABLE}
-    moved, options = _tangents_of(others, COTANGENTS)
+    of_arrays = others.pop("return_d2mod", ())
+    moved, options = _tangents_of(others, COTANGENTS, "ddmods")
     wanted = {
         f"return_d{x}": _wanted(x, flag, options) for x, flag in flags.items()
     }
     wanted["return_ddlse"] = checks.flag("return_ddlse", return_ddlse)
+    if of_arrays != ():
+        options["return_d2mod"] = of_arrays
     asked = split_options(options)
+    names = COTANGENTS | asked.moved(moved, "ddmods")
     signature = _signature(
         "double_backward",
-        _describe(moved, COTANGENTS),
+        _describe(moved, names),
         tuple(wanted.items()),
         describe(given),
         scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
         deterministic=checks.flag("deterministic", deterministic),
     )
-    return Call(signature, given, None, *asked[2:4], tangents=moved)
+    return Call(
+        signature, given, None, *asked[2:4], tangents=moved,
+        mod_numbers=asked.numbers,
+    )  # fmt: skip
 
 
 def _tangents_of(
-    others: Mapping[str, Any], names: Mapping[str, str]
+    others: Mapping[str, Any], names: Mapping[str, str], of_arrays: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split arguments: tangents by what they move, and options."""
-    options = {x: y for x, y in others.items() if x not in names.values()}
+    """Split arguments: tangents by what they move, and options.
+
+    of_arrays : the argument of tangents of mod_arrays; these are among the
+        first by the names that errors call them.
+    """
+    mark = f"{of_arrays}["
+    options = {
+        x: y
+        for x, y in others.items()
+        if x not in names.values() and not x.startswith(mark)
+    }
     moved = {x: others[name] for x, name in names.items() if name in others}
     for what in DIFFERENTIABLE:
         if what in moved:
             _check_there(names[what], what, options)
+    moved |= {x: y for x, y in others.items() if x.startswith(mark)}
     return moved, options
 
 
@@ -189,24 +211,26 @@ def _check(
     """Check a tangent's dtype and shape against what it moves."""
     name, shape, _, dtype, *_ = seen
     own, got = tuple(given[0]), tuple(shape)
+    moved = name_of_moved(what, name)
     expected_dtype = np.dtype(given[2]).name
+    check_moves(name, what, expected_dtype)
     if np.dtype(dtype).name != expected_dtype:
         raise DTypeError(
             f"{name} has dtype {np.dtype(dtype).name}, expected "
-            f"{expected_dtype} as {what}: each has the dtype of what it moves"
+            f"{expected_dtype} as {moved}: each has the dtype of what it moves"
         )
     if got == (*lead, *own):
         return
     also = ""
-    if name == first and name.endswith("_dot") and not lead:
+    if name == first and not name.startswith("dd") and not lead:
         also = f", or {('n', *own)} for n directions at once".replace("'", "")
     elif lead:
         also = f", for each of {lead[0]} directions"
         also += "" if name == first else f" as {first} has"
-    elif name != first and name.endswith("_dot"):
+    elif name != first and not name.startswith("dd"):
         also = f": {first} has one direction"
     raise ShapeError(
-        f"{name} has shape {got}, expected {(*lead, *own)} as {what} has "
+        f"{name} has shape {got}, expected {(*lead, *own)} as {moved} has "
         f"{own}{also}"
     )
 
