@@ -38,6 +38,7 @@ from helpers.machine_code import instructions
 FAMILIES: tuple[tuple[str, FamilyName, str], ...] = (
     ("sm_90a", "sm90", "bfloat16"),
     ("sm_80", "decode", "bfloat16"),
+    ("sm_90a", "decode_sm90", "bfloat16"),
     ("sm_80", "decode_simt", "float32"),
     ("sm_80", "decode_simt", "float64"),
     ("sm_80", "sm80", "bfloat16"),

@@ -153,9 +153,11 @@ def attention_pair_bias(
 
     Parameters
     ----------
-    s, q, k, v, z, mask, num_heads, w_proj_z, w_proj_g, w_proj_o, w_ln_z, \
-    b_ln_z, b_proj_z, b_proj_g, b_proj_o, inf, eps, attn_scale, \
-    return_z_proj, is_cached_z_proj
+    s, q, k, v, z, mask, num_heads
+        As there.
+    w_proj_z, w_proj_g, w_proj_o, w_ln_z, b_ln_z, b_proj_z, b_proj_g
+        As there.
+    b_proj_o, inf, eps, attn_scale, return_z_proj, is_cached_z_proj
         As there.
     deterministic : bool, optional
         As for `triangle_attention`.
@@ -204,10 +206,13 @@ def attention_pair_bias(
         if len(seen) != q.shape[0]:
             seen = jnp.repeat(seen, multiplicity, 0)
         seen = seen.reshape(-1, multiplicity, 1, 1, seen.shape[-1])
-    rows = (x.reshape(-1, multiplicity, *x.shape[1:]) for x in (q, k, v))
-    out, _, _ = triangle_attention(
-        *rows, bias[:, None], seen, attn_scale, deterministic=deterministic
+    q_rows, k_rows, v_rows = (
+        x.reshape(-1, multiplicity, *x.shape[1:]) for x in (q, k, v)
     )
+    out, _, _ = triangle_attention(
+        q_rows, k_rows, v_rows, bias[:, None], seen, attn_scale,
+        deterministic=deterministic,
+    )  # fmt: skip
     out = out.reshape(q.shape[0], *out.shape[2:]).swapaxes(1, 2)
     gate = jax.nn.sigmoid(_linear(s, w_proj_g, b_proj_g))
     out = _linear(gate * out.reshape(gate.shape), w_proj_o, b_proj_o)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
+from cuflash.request.options import acts
 from cuflash.request.problem import ALIGNMENT, MAX_SPLITS, KVCache, Problem
 
 from .append import append_launches, width_of_rotated
@@ -22,7 +23,9 @@ from .steps import (
     lse_bytes,
     main_kernel,
     padded_head_dims,
+    skips_tiles,
     tile_bytes,
+    window_of,
 )
 
 _WARP_KEYS = 16  # decode/rows.cuh: a warp's keys of a tile
@@ -60,10 +63,61 @@ def runs(problem: Problem) -> bool:
 
 
 def pays(problem: Problem, device: Device) -> bool:
-    """Whether it is faster than the kernels for many queries."""
-    return problem.block_q is problem.block_k is None and (
-        problem.num_splits is not None or is_short(problem)
+    """Whether it is faster than the kernels for many queries.
+
+    On Hopper decode_sm90 has the calls of more rows.
+    """
+    if problem.block_q or problem.block_k:
+        return False
+    if problem.num_splits is not None or is_short(problem):
+        return True
+    if device.arch == "sm_90a" or not may_split(problem):
+        return False
+    return _cost(problem, device) < cost_of_long(problem, device)
+
+
+def may_split(problem: Problem) -> bool:
+    """Whether a call has many keys for its queries, and no tile of its own.
+
+    With more queries the other kernels lose at most a part of one round.
+    """
+    return (
+        problem.block_q is problem.block_k is None
+        and problem.seqlen_k >= max(_FEWEST_KEYS, 4 * problem.seqlen_q)
     )
+
+
+# How much longer a tile of 128 rows and 128 keys takes, in four row tiles,
+# than in sm80/forward.cu. Measured on an H200: docs/lab/decode.md.
+_SLOWNESS = 2.0
+
+
+def _cost(problem: Problem, device: Device) -> float:
+    """The time, in tiles of sm80/forward.cu's, if all SMs have as many."""
+    rows = _block_q(problem)
+    tiles = ceil_div(problem.seqlen_k, 128)
+    all_tiles = row_tiles(problem, rows) * tiles / device.num_sms
+    slowness = _SLOWNESS * slowness_of_options(problem)
+    return (all_tiles + _PART_TILES) * rows / 128 * slowness
+
+
+def slowness_of_options(problem: Problem) -> float:
+    """How much longer a tile takes whose pairs are computed one by one."""
+    acting = acts(problem)
+    if "pairs" in acting or skips_tiles(problem):
+        return 3.0  # the other kernels skip tiles, too
+    return 1.0 if acting <= {"rows", "tiles"} else 2.0
+
+
+def cost_of_long(problem: Problem, device: Device) -> float:
+    """The time of the kernels for many queries, in their tiles of 128 x 128.
+
+    A block has 128 queries of a head, and all keys that they see.
+    """
+    visible = min(window_of(problem) + problem.seqlen_q, problem.seqlen_k)
+    items = problem.batch * problem.num_heads_q
+    items *= ceil_div(problem.seqlen_q, 128)
+    return ceil_div(items, device.num_sms) * ceil_div(int(visible), 128)
 
 
 def is_short(problem: Problem) -> bool:
@@ -111,7 +165,7 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     with eight and 171 with four.
     """
     _, dv = padded_head_dims(problem)
-    rows = 16 if rows_of_head(problem) <= 16 or dv > 128 else 32
+    rows = _block_q(problem)
     few_heads = problem.num_splits or row_tiles(problem, rows) < _MANY_HEADS
     warps: tuple[int, ...] = (4, 8) if few_heads else (4,)
     if is_float8(problem):
@@ -120,6 +174,12 @@ def _fits(problem: Problem, tile: Tile) -> bool:
         elif few_heads:
             warps = (4, 8, 12)
     return tile.block_q == rows and tile.num_warps in warps
+
+
+def _block_q(problem: Problem) -> int:
+    """The rows of a tile."""
+    _, dv = padded_head_dims(problem)
+    return 16 if rows_of_head(problem) <= 16 or dv > 128 else 32
 
 
 def _is_narrow(tile: Tile, dv: int) -> bool:
@@ -145,14 +205,15 @@ def resident_blocks(
     return max(min(by_registers, by_shared), 1)
 
 
-def _num_splits(
-    problem: Problem, tile: Tile, resident: int, key_warps: int
-) -> int:
+_PART_TILES = 2  # what a part costs at its ends, in tiles of 128 keys
+
+
+def num_splits(problem: Problem, tile: Tile, resident: int) -> int:
     """Into how many parts the keys of a row tile are cut.
 
     The blocks that run at once read at the same rate, so the time is the
     number of waves times the tiles of a part, plus what a part costs at its
-    ends, about two tiles. No warp of a part sums more than LONGEST_RUN keys.
+    ends. No warp of a part sums more than LONGEST_RUN keys.
     """
     if problem.num_splits:
         return problem.num_splits
@@ -161,10 +222,10 @@ def _num_splits(
 
     def cost(splits: int) -> tuple[int, int]:
         waves = ceil_div(heads * splits, resident)
-        return waves * (ceil_div(tiles, splits) + 2), splits
+        return waves * (ceil_div(tiles, splits) + _PART_TILES), splits
 
     most = min(tiles, MAX_SPLITS)
-    fewest = ceil_div(problem.seqlen_k, LONGEST_RUN * key_warps)
+    fewest = ceil_div(problem.seqlen_k, LONGEST_RUN * tile.num_warps)
     return min(range(min(max(fewest, 1), most), most + 1), key=cost)
 
 
@@ -206,8 +267,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
     )  # fmt: skip
+    splits = num_splits(problem, tile, device.num_sms * blocks_per_sm)
     return split_plan(
-        problem, device, "decode", tile, main, blocks_per_sm, tile.num_warps
+        problem, device, "decode", tile, main, blocks_per_sm, splits
     )
 
 
@@ -218,11 +280,11 @@ def split_plan(
     tile: Tile,
     main: KernelPlan,
     blocks_per_sm: int,
-    key_warps: int,
+    splits: int,
 ) -> Plan:
     """Grid and workspace: see decode/parts.cuh.
 
-    key_warps : warps among which a part's keys are shared.
+    splits : parts of a row tile's keys, unless parts are balanced.
     """
     runs = row_tiles(problem, tile.block_q)
     resident = device.num_sms * blocks_per_sm
@@ -230,7 +292,6 @@ def split_plan(
         runs = splits = blocks = resident
         slots = 2 * blocks
     else:
-        splits = _num_splits(problem, tile, resident, key_warps)
         blocks = slots = runs * splits
     launches: tuple[Launch, ...] = (Launch(main, blocks),)
     buffers: tuple[Buffer, ...] = ()
@@ -259,6 +320,11 @@ def split_plan(
 
 _MERGED_COLUMNS = 64  # of a warp: finish/merge_parts.cu
 
+# Of balanced parts, which take long to find: the warps of a block, and the
+# rows that each merges one after the other.
+_MOST_MERGING_WARPS, _ROUNDS_OF_MERGE = 16, 8
+_FOUND_BYTES = 128  # finish/merge_parts.cu's FoundRowTile
+
 
 def _merge_launch(
     problem: Problem, tile: Tile, main: KernelPlan, runs: int
@@ -266,6 +332,11 @@ def _merge_launch(
     """Merges the parts of row tiles that are cut."""
     rows = min(max(rows_of_head(problem), 1), tile.block_q)
     warps = ceil_div(problem.head_dim_v, _MERGED_COLUMNS)
+    slots = rows_of_block = 1
+    if is_balanced(problem):
+        slots = min(rows, max(_MOST_MERGING_WARPS // warps, 1))
+        rows_of_block = min(rows, _ROUNDS_OF_MERGE * slots)
+    shared = _FOUND_BYTES if slots > 1 else 0
     kept = {
         "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "Arguments",
         "WINDOW", "SINK", "PACKED", "MAX_SCORE",
@@ -278,16 +349,21 @@ def _merge_launch(
         constants=(
             *constants,
             ("MERGE_ROWS", rows),
-            ("NUM_WARPS", warps),
+            ("MERGE_SLOTS", slots),
+            ("ROWS_OF_BLOCK", rows_of_block),
+            ("NUM_WARPS", slots * warps),
+            ("SHARED_BYTES", shared),
             ("HAS_MASK", False),
             ("SEGMENTS", False),
             ("MASK_MOD", False),
             ("FLAGS_OF_GROUPS", False),
         ),
-        threads=32 * warps,
+        threads=32 * slots * warps,
+        shared_bytes=shared,
         ptxas_level=3,  # loads under way together
     )
-    return Launch(kernel, runs * rows, overlaps=True)
+    blocks = runs * ceil_div(rows, rows_of_block)
+    return Launch(kernel, blocks, overlaps=True)
 
 
 FORWARD = Maker(_forward, _shared, _fits)

@@ -12,6 +12,7 @@ from .decode import (
     is_balanced,
     is_float8,
     is_short,
+    num_splits,
     rows_of_head,
     split_plan,
 )
@@ -183,10 +184,10 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         *cache_constants(problem),
         part="_simt",
     )  # fmt: skip
+    splits = num_splits(problem, tile, device.num_sms * blocks_per_sm)
     return split_plan(
-        problem, device, "decode_simt", tile, main, blocks_per_sm,
-        tile.num_warps,
-    )  # fmt: skip
+        problem, device, "decode_simt", tile, main, blocks_per_sm, splits
+    )
 
 
 FORWARD = Maker(_forward, _shared, _fits)

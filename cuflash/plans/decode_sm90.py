@@ -2,45 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cuflash.plans.tiles import Tile
-from cuflash.request.problem import Problem
+from cuflash.request.problem import MAX_SPLITS, Problem
 
-from . import decode
+from . import decode, decode_latent
 from .kernel import Device, Maker, Plan
-from .rounding import round_up
-from .steps import is_linear, kernel_of, tile_bytes
+from .rounding import ceil_div, round_up
+from .steps import LONGEST_RUN, is_linear, kernel_of, tile_bytes
 
 # The head dimensions that common/ptx.cuh has MMAs for.
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 
-# Accumulators of a thread (S, P and O) that fit beside what options need.
-_MOST_ACCUMULATORS = 176
+# Accumulators of a thread (S, P and O) that fit beside what options need, by
+# blocks on an SM.
+_MOST_ACCUMULATORS = {1: 176, 2: 150}
 
 _PRODUCER_WARPS = 4
 
-# Rows up to which decode/forward.cu reads keys at the speed of memory.
-_FEWEST_ROWS = 65
+# Up to 32 rows decode/forward.cu reads keys at the speed of memory.
+_FEWEST_ROWS = 33
+
+# How much longer a tile of 128 rows and 128 keys takes than in
+# sm90/forward.cu: 2.1 to 2.5 us instead of 1.5 to 1.65 on an H200.
+_SLOWNESS = 1.5
+
+# What a call of several parts takes besides: 1 x 8,192 keys, 64/8 heads,
+# take 27, 34, 53 and 90 us of parts of 4, 8, 16 and 32 tiles.
+_MERGE_TILES = 7
 
 
 def runs(problem: Problem) -> bool:
     """Whether the kernel can compute a problem at all, on sm_90a."""
+    if decode_latent.runs(problem):
+        return True
     return decode.runs(problem) and not decode.is_float8(problem)
 
 
 def has_rows(problem: Problem) -> bool:
     """Whether a key head has more rows than decode/forward.cu is fast for."""
+    if decode_latent.runs(problem):  # its head dimensions are too large
+        return True
     return decode.rows_of_head(problem) >= _FEWEST_ROWS
 
 
 def pays(problem: Problem, device: Device) -> bool:
     """Whether it is faster than the other kernels."""
-    return (
-        problem.block_q is problem.block_k is None
-        and has_rows(problem)
-        and decode.rows_of_head(problem) <= 1024
-        and problem.seqlen_k >= 512
+    if not decode.may_split(problem) or not has_rows(problem):
+        return False
+    rows = 64 if decode.rows_of_head(problem) <= 64 else 128
+    tile = Tile(rows, 128, 0, 2 if rows == 64 else 1)
+    splits = _num_splits(problem, device, tile)
+    own = _cost(problem, device, tile, splits)
+    own = (own + (_MERGE_TILES if splits > 1 else 0)) * rows / 128
+    slowness = _SLOWNESS * decode.slowness_of_options(problem)
+    return own * slowness < decode.cost_of_long(problem, device)
+
+
+# What a part costs at its ends, in keys: the pipeline fills; O of each row is
+# written and read again, as float32.
+_PART_KEYS, _KEYS_OF_ROW = 256, 2
+
+# Two blocks of 64 rows on an SM overlap; one alone takes this much longer.
+_ALONE = 1.15
+
+
+def _cost(problem: Problem, device: Device, tile: Tile, splits: int) -> float:
+    """The time of a number of parts, in tiles of 128 keys."""
+    blocks = decode.row_tiles(problem, tile.block_q) * splits
+    tiles = ceil_div(max(problem.seqlen_k, 1), tile.block_k)
+    keys = ceil_div(tiles, splits) * tile.block_k
+    ends = _PART_KEYS + (_KEYS_OF_ROW * tile.block_q if splits > 1 else 0)
+    rounds = ceil_div(blocks, device.num_sms)
+    alone = _ALONE if rounds < tile.blocks_per_sm else 1.0
+    return alone * rounds * (keys + ends) / 128
+
+
+def _num_splits(problem: Problem, device: Device, tile: Tile) -> int:
+    """Into how many parts the keys of a row tile are cut.
+
+    No warp sums more than LONGEST_RUN keys.
+    """
+    if problem.num_splits:
+        return problem.num_splits
+    most = ceil_div(max(problem.seqlen_k, 1), tile.block_k)
+    most = min(most, MAX_SPLITS)
+    fewest = min(max(ceil_div(problem.seqlen_k, LONGEST_RUN), 1), most)
+    return min(
+        range(fewest, most + 1),
+        key=lambda splits: (_cost(problem, device, tile, splits), splits),
     )
 
 
@@ -70,8 +119,9 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     _, dv = _head_dims(problem)
     rows = 64 if decode.rows_of_head(problem) <= 64 else 128
     used = tile.block_k * 3 // 4 + dv // 2
-    most = _MOST_ACCUMULATORS if tile.blocks_per_sm == 1 else 150
-    return tile.block_q == rows and used <= most
+    most = _MOST_ACCUMULATORS[tile.blocks_per_sm]
+    warps = (tile.block_q // 64 + 1) * 4
+    return tile.block_q == rows and tile.num_warps == warps and used <= most
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -85,10 +135,9 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         *decode.cache_constants(problem),
         part="_sm90",
     )  # fmt: skip
-    main = replace(main, entry="forward_decode_sm90")
     return decode.split_plan(
-        problem, device, "decode_sm90", tile, main, tile.blocks_per_sm,
-        key_warps=1,
+        problem, device, "decode_sm90", tile, main,
+        tile.blocks_per_sm, _num_splits(problem, device, tile),
     )  # fmt: skip
 
 

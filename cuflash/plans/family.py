@@ -5,7 +5,7 @@ The only module that knows families by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import cast
@@ -14,6 +14,7 @@ from cuflash import settings
 from cuflash.errors import UnsupportedError
 from cuflash.plans import (
     decode,
+    decode_latent,
     decode_simt,
     decode_sm90,
     fma,
@@ -35,7 +36,7 @@ from cuflash.plans import (
 )
 from cuflash.plans.kernel import Device, Maker, shared_bytes_of_block
 from cuflash.plans.record import FamilyName
-from cuflash.plans.steps import MAX_OF_TENSOR_CORES, is_wide
+from cuflash.plans.steps import is_wide
 from cuflash.plans.tiles import Tile
 from cuflash.request import options
 from cuflash.request.problem import Problem
@@ -139,6 +140,8 @@ def maker_of(problem: Problem, family: str) -> Maker:
     """What plans a family's kernels for the problem's direction."""
     if family == "sm90" and sm90.has_wide_heads(problem):
         return _WIDE_MAKERS[problem.direction]
+    if family == "decode_sm90" and decode_latent.runs(problem):
+        return decode_latent.FORWARD
     return _MAKERS[family][problem.direction]
 
 
@@ -169,8 +172,9 @@ def _family_of(
                 f" capability {OLDEST_FOR_TF32X3 / 10} or newer, this one has"
                 f" {device.capability / 10} ({device.arch}): leave it out"
             )
-        check_precision(problem)
-        return "mma8_float32"
+        if not is_wide(problem):
+            return "mma8_float32"
+        return _wide_family(problem, device, "mma8_float32")
     if wanted == "simt" and problem.kvcache is None:
         return "simt"
     decoding = _decode_family(problem, device, wanted)
@@ -204,23 +208,29 @@ def _family_of(
 def _wide_family(
     problem: Problem, device: Device, wanted: FamilyName | None
 ) -> FamilyName:
-    """Few tiles fit: but for sm90, a family runs both directions or none.
-
-    Of 16-bit types only these: derivatives need too many registers.
-    """
+    """Few tiles fit: but for sm90, a family runs both directions or none."""
     has_16_bits = _has_sixteen_bits(problem)
     by_wgmma = any(x.runs(problem, device) for x in _WIDE_PLANNERS)
     if has_16_bits and by_wgmma and wanted != "sm80":
         return "sm90"
-    family: FamilyName = "sm80" if has_16_bits else "fma"
-    if family == "sm80" and problem.direction not in ("forward", "backward"):
-        return "simt"
-    runs = _sm80_runs if family == "sm80" else _fma_runs
-    both = (
-        replace(problem, direction=direction)
-        for direction in ("forward", "backward")
-    )
-    return family if all(runs(x, device) for x in (*both, problem)) else "simt"
+    families: tuple[FamilyName, ...] = ("mma8_float64",)
+    if has_16_bits:
+        families = ("sm80",)
+    elif problem.dtype == "float32":
+        families = ("fma",)
+        if wanted == "mma8_float32":
+            families = ("mma8_float32", "fma")
+    for family in families:
+        runs, directions = _WIDE[family]
+        both = (
+            replace(problem, direction=direction)
+            for direction in ("forward", "backward")
+        )
+        if problem.direction in directions and all(
+            runs(x, device) for x in (*both, problem)
+        ):
+            return family
+    return "simt"
 
 
 def _has_sixteen_bits(problem: Problem) -> bool:
@@ -291,6 +301,30 @@ def _mma8_runs(problem: Problem, device: Device) -> bool:
     )
 
 
+def _tf32x3_runs(problem: Problem, device: Device) -> bool:
+    """Needs float32, tensor cores and shared memory for some tile."""
+    return (
+        problem.dtype == "float32"
+        and device.capability >= OLDEST_FOR_TF32X3
+        and any(legal_tiles(problem, device, "mma8_float32"))
+    )
+
+
+_BOTH = ("forward", "backward")
+_TANGENTS = ("jvp", "double_backward")
+
+# Which of these have tiles for wide heads, and in which directions.
+_WIDE: dict[FamilyName, tuple[Callable[..., bool], tuple[str, ...]]] = {
+    "sm80": (_sm80_runs, (*_BOTH, *_TANGENTS)),
+    "fma": (
+        _fma_runs,
+        (*_BOTH, *_TANGENTS, *READOUTS, *READOUT_GRADIENTS),
+    ),
+    "mma8_float64": (_mma8_runs, _BOTH),
+    "mma8_float32": (_tf32x3_runs, _BOTH),
+}
+
+
 def check_splits(problem: Problem) -> None:
     """Raise UnsupportedError if no kernel splits the keys of such calls."""
     if problem.num_splits is None or problem.num_splits == 1:
@@ -299,17 +333,6 @@ def check_splits(problem: Problem) -> None:
         raise UnsupportedError(
             f"num_splits is {problem.num_splits}: keys are split without"
             " packed sequences, precision, block_q and block_k; leave it out"
-        )
-
-
-def check_precision(problem: Problem) -> None:
-    """Raise UnsupportedError if the head dimensions are too large."""
-    if problem.precision and is_wide(problem):
-        raise UnsupportedError(
-            f"precision {problem.precision!r} needs head_dim and"
-            f" head_dim_v of at most {MAX_OF_TENSOR_CORES}, this call"
-            f" has {problem.head_dim} and {problem.head_dim_v}: leave it"
-            " out"
         )
 
 

@@ -20,6 +20,7 @@ from .rounding import round_up
 from .steps import (
     ROWS_PAD,
     element_bytes,
+    is_wide,
 )
 
 
@@ -45,7 +46,9 @@ def _jvp_shared(problem: Problem, tile: Tile) -> int:
 
 def _jvp_fits(problem: Problem, tile: Tile) -> bool:
     """Whether S, W and the sum of O' stay in registers."""
-    return rows_fit(problem, tile, tile.num_warps // _jvp_groups(tile), 2)
+    return not is_wide(problem) and rows_fit(
+        problem, tile, tile.num_warps // _jvp_groups(tile), 2
+    )
 
 
 def _jvp(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -108,6 +111,8 @@ def _double_backward_shared(problem: Problem, tile: Tile) -> int:
 
 def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
     """Whether d2K, d2V, and scores or d2Q and dS, stay in registers."""
+    if is_wide(problem):
+        return False
     if not shares_evenly(problem, tile, _role_warps(tile)):
         return False
     if _warp_roles(tile) == 2:
@@ -123,7 +128,7 @@ def _double_backward_fits(problem: Problem, tile: Tile) -> bool:
 
 def _double_backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     shared = _double_backward_shared(problem, tile)
-    return gradients(problem, device, tile, shared, _warp_roles(tile))
+    return gradients(problem, device, tile, shared, roles=_warp_roles(tile))
 
 
 JVP = Maker(_jvp, _jvp_shared, _jvp_fits)

@@ -14,7 +14,6 @@ from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.plans import expression, nearest_tiles, tiles
 from cuflash.plans.family import (
     OLDEST_FOR_TF32X3,
-    check_precision,
     check_splits,
     family_of,
     has_sizes,
@@ -114,7 +113,6 @@ def check(problem: Problem) -> None:
     ValueRangeError
         If no kernel on any GPU supports the requested block sizes.
     """
-    check_precision(problem)
     check_splits(problem)
     options.check_order(problem)
     if problem.block_q is problem.block_k is None:

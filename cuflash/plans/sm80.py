@@ -105,8 +105,13 @@ def padded(problem: Problem, d: int, dv: int) -> bool:
 
 
 def warps_of_queries(tile: Tile) -> int:
-    """Warps along the queries; in tiles for narrow heads, all of them."""
-    return tile.num_warps if tile.score_warps_q == 1 else tile.score_warps_q
+    """Warps along the queries; in tiles for narrow heads, all of them.
+
+    Of few queries, one.
+    """
+    if tile.score_warps_q > 1:
+        return tile.score_warps_q
+    return min(tile.num_warps, tile.block_q // 16)
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -115,6 +120,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem, device, tile, "sm80", (d, dv), forward_shared(problem, tile),
         ("PADDED", padded(problem, d, dv)),
         ("SCORE_WARPS_Q", warps_of_queries(tile)),
+        ("SCORE_PARTS", 1),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
         run_tiles(problem, tile),
     )  # fmt: skip
@@ -160,9 +166,12 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     return kept_and_summed(tile, d, dv) <= ACCUMULATOR_REGISTERS
 
 
-def _wide_backward_fits(problem: Problem, tile: Tile) -> bool:
-    """The same of wide heads: dQ is summed in two halves of its columns."""
-    d, dv = padded_head_dims(problem)
+def shares_wide_gradients(tile: Tile, head_dims: tuple[int, int]) -> bool:
+    """Whether warps share those of wide heads, and loads.
+
+    Some warps have no scores if keys are few.
+    """
+    d, dv = head_dims
     warps = tile.num_warps
     across = warps // tile.score_warps_q
     gradient_across = warps // tile.gradient_warps_k
@@ -174,9 +183,15 @@ def _wide_backward_fits(problem: Problem, tile: Tile) -> bool:
         d % (gradient_across * 16),
         dv % (gradient_across * 16),
     )
-    if any(shares) or not loads_evenly(tile):
+    return not any(shares) and loads_evenly(tile)
+
+
+def _wide_backward_fits(problem: Problem, tile: Tile) -> bool:
+    """The same of wide heads: dQ is summed in two halves of its columns."""
+    d, dv = padded_head_dims(problem)
+    if not shares_wide_gradients(tile, (d, dv)):
         return False
-    threads = warps * 32
+    threads = tile.num_warps * 32
     kept = tile.block_k * (d + dv) // threads
     tiles = 4 if "bends" in acts(problem) else 2  # slopes of scores, too
     scores = tiles * tile.block_q * tile.block_k // threads
@@ -186,10 +201,11 @@ def _wide_backward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def gradients(
-    problem: Problem, device: Device, tile: Tile, shared: int, *own: Constant
-) -> Plan:
+    problem: Problem, device: Device, tile: Tile, head_dims: tuple[int, int],
+    shared: int, *own: Constant,
+) -> Plan:  # fmt: skip
     """The plan of a backward or a double backward."""
-    d, dv = padded_head_dims(problem)
+    d, dv = head_dims
     return gradients_in_one(
         problem, device, tile, "sm80", (d, dv), shared,
         ("PADDED", padded(problem, d, dv)),
@@ -206,7 +222,8 @@ def loads_in_turn(problem: Problem, tile: Tile) -> bool:
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return gradients(
-        problem, device, tile, _backward_shared(problem, tile),
+        problem, device, tile, padded_head_dims(problem),
+        _backward_shared(problem, tile),
         ("LOADS_IN_TURN", loads_in_turn(problem, tile)),
     )  # fmt: skip
 

@@ -106,6 +106,17 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     return tile.block_q == tile.block_k == _TILE
 
 
+def _scores_twice(problem: Problem, which: int) -> bool:
+    """Whether a pass computes scores again for their slopes.
+
+    In dK's, slopes beside biases and bits of kept pairs spill.
+    """
+    if which == _DQ:
+        return scores_twice(problem)
+    many = problem.bias is not None and problem.dropout > 0.0
+    return which == _DK and many and problem.softcap > 0.0
+
+
 def _kernel(
     problem: Problem, device: Device, tile: Tile, which: int
 ) -> KernelPlan:
@@ -127,7 +138,7 @@ def _kernel(
         ("DQ_SEMAPHORES", 0),
         ("INTEGER_DQ", False),
         ("SCORE_BENDS", score_bends(problem)),
-        ("SCORES_TWICE", which == _DQ and scores_twice(problem)),
+        ("SCORES_TWICE", _scores_twice(problem, which)),
         ("MASK_BITS", False),
         ("DLSE", problem.dlse),
         part="_passes", ptxas_level=tile.ptxas_level,

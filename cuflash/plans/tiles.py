@@ -123,6 +123,13 @@ def _sm80_forward() -> Iterator[Tile]:
         yield Tile(q, k, warps, score_warps_q=down)
 
 
+def _sm80_jvp() -> Iterator[Tile]:
+    yield from _rows((64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2),
+                     ptxas_level=1)  # fmt: skip
+    # Wide heads, some of these too: more warps than 16 queries each have.
+    yield from _rows((16,), (32, 16), (8, 4), ptxas_level=1)
+
+
 def _sm80_backward() -> Iterator[Tile]:
     along = (4, 2, 8, 1)
     yield from _gradients((128, 64, 32), (128, 64, 32), (8, 4), along, along,
@@ -130,6 +137,16 @@ def _sm80_backward() -> Iterator[Tile]:
     # Wide heads: fewer keys, and fewer queries.
     for q, k in (((64, 32), (16,)), ((16,), (32, 16))):
         yield from _gradients(q, k, (8, 4), (4, 2, 1), (2, 1), ptxas_level=1)
+
+
+def _sm80_double_backward() -> Iterator[Tile]:
+    along = (4, 2, 1)
+    yield from _gradients((64, 32), (64, 32), (8, 4), along, along, (2, 1),
+                          ptxas_level=1)  # fmt: skip
+    # Wide heads: fewer queries, and fewer keys.
+    for q, k in (((16,), (32, 16)), ((32,), (16,))):
+        yield from _gradients(q, k, (8, 4), (2, 1), (2, 1), (2, 1),
+                              ptxas_level=1)  # fmt: skip
 
 
 _Sizes = tuple[int, ...]
@@ -164,11 +181,13 @@ def _decode() -> Iterator[Tile]:
 
 def _decode_sm90() -> Iterator[Tile]:
     # A consumer warpgroup per 64 rows, and one producer.
-    for k, stages in product((128, 96, 80, 64), (3, 2)):
+    for k, stages in product((128, 96, 80, 64), (4, 3, 2)):
         yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
     # Two blocks on an SM, each of which hides the other's ends.
     for blocks, k, stages in product((2, 1), (64, 128, 96, 80), (3, 2)):
         yield Tile(64, k, 8, blocks, stages, ptxas_level=3)
+    for stages in (3, 2):  # of latent attention, whose warpgroups have roles
+        yield Tile(64, 64, 16, num_stages=stages, ptxas_level=3)
 
 
 def _decode_simt() -> Iterator[Tile]:
@@ -180,6 +199,13 @@ def _decode_simt() -> Iterator[Tile]:
 def _simt() -> Iterator[Tile]:
     for q, k in product((32, 16, 8, 4), repeat=2):
         yield Tile(q, k, num_warps=4)
+
+
+def _float64_forward() -> Iterator[Tile]:
+    keys, warps = (64, 32, 16), (8, 4, 2, 1)
+    yield from _rows((128, 64, 32), keys, warps)
+    yield from _rows((32,), (8,), (8, 4))  # wide heads
+    yield from _rows((16,), keys, warps)
 
 
 def _float64_double_backward() -> Iterator[Tile]:
@@ -240,14 +266,9 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ("sm90", "double_backward"): _sm90_double_backward,
     ("sm90", "backward"): _sm90_backward,
     ("sm80", "forward"): _sm80_forward,
-    ("sm80", "jvp"): partial(
-        _rows, (64, 128, 32), (64, 32, 16), (4, 8, 2), (1, 2), ptxas_level=1
-    ),
+    ("sm80", "jvp"): _sm80_jvp,
     ("sm80", "backward"): _sm80_backward,
-    ("sm80", "double_backward"): partial(
-        _gradients, (64, 32), (64, 32), (8, 4), (4, 2, 1), (4, 2, 1), (2, 1),
-        ptxas_level=1,
-    ),
+    ("sm80", "double_backward"): _sm80_double_backward,
     ("decode", "forward"): _decode,
     ("decode", "kvcache"): _decode,
     ("decode_sm90", "forward"): _decode_sm90,
@@ -262,7 +283,7 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ),
     ("fma", "backward"): _fma_gradients,
     ("fma", "double_backward"): _fma_gradients,
-    ("mma8_float64", "forward"): partial(_mma8_rows, (8, 4, 2, 1)),
+    ("mma8_float64", "forward"): _float64_forward,
     ("mma8_float64", "jvp"): partial(_mma8_rows, (8, 4, 2, 1)),
     ("mma8_float64", "backward"): partial(
         _gradients, (64, 32, 16), (64, 32, 16), (8, 4), (4, 2, 1), (4, 2, 1)

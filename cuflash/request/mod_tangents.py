@@ -79,6 +79,49 @@ def moved(
     return {slots[x]: x for x in own}
 
 
+def gradients_of(
+    read: Sequence[str], argument: str = "return_dmod"
+) -> tuple[str, tuple[str, ...]]:
+    """The argument that asks for the gradients of arrays, and its value.
+
+    Parameters
+    ----------
+    read : sequence of str
+        By the names of `named`.
+    argument : str
+    """
+    return argument, tuple(map(name_of, read))
+
+
+def tangents_named(
+    tangents: Mapping[str, Any], names: Mapping[str, str], argument: str
+) -> dict[str, Any]:
+    """Tangents as errors name them, from what they move.
+
+    Parameters
+    ----------
+    tangents : mapping
+        By what they move: `names`, or arrays by the names of `named`.
+    names : mapping of str to str
+    argument : str
+        What tangents of arrays are.
+    """
+    return {
+        named(name_of(x), argument) if is_slot(x) else names[x]: y
+        for x, y in tangents.items()
+    }
+
+
+def joined_tangents(arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Take the tangents of arrays out of arguments, as arguments."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in [*arrays]:
+        argument, mark, inner = name.partition("['")
+        if mark and not is_slot(name):
+            found.setdefault(argument, {})[inner[:-2]] = arrays.pop(name)
+    return found
+
+
 _REALS = "float16", "bfloat16", "float32", "float64"
 
 

@@ -8,7 +8,6 @@ names. Numbers travel as values, which differ from call to call.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import numbers
 import struct
@@ -154,11 +153,9 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     given, unread, values_of = _given(*_kinds_of(options))
     found: list[tuple[str, Any]] = []
     for role, function in functions:
-        if isinstance(function, Node):
-            found.append((role, function))
-            unread = frozenset()
-            continue
-        graph, read = trace.recorded(function, role, given)
+        graph, read = function, unread
+        if not isinstance(function, Node):
+            graph, read = trace.recorded(function, role, given)
         found.append((role, graph))
         unread = unread - read
     check_read(unread)
@@ -249,12 +246,8 @@ def given_of(
 ) -> tuple[trace.Given, frozenset[str]]:
     """What functions are recorded with, and all names in it.
 
-    Parameters
-    ----------
-    arrays : tuple of (str, dtype, shape, strides)
-        By the names of `named`, in the order of their slots.
-    values : tuple of (str, type)
-        The numbers.
+    `arrays` are (`named`, dtype, shape, strides) in the order of slots;
+    `values` are (name, type).
     """
     return _given(arrays, values)[:2]
 
@@ -346,24 +339,20 @@ def _as_numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
 
 
-def gradients_of(read: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The option that asks for the gradients of arrays, and its value.
+def by_slots(
+    arrays: Mapping[str, Any], order: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """Arrays by name, those of `mod_arrays` by slot, from those of `named`.
 
     Parameters
     ----------
-    read : sequence of str
-        By the names of `named`.
+    arrays : mapping
+    order : iterable of str, optional
+        A call's arrays, in the order of slots; by default these.
     """
-    return "return_dmod", tuple(map(name_of, read))
-
-
-def by_slots(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arrays, those of `mod_arrays` by slot, from those of `named`.
-
-    They are in the order of slots.
-    """
-    slots = map(slot, itertools.count())
-    return {next(slots) if is_named(x) else x: y for x, y in arrays.items()}
+    names = filter(is_slot, arrays if order is None else order)
+    slots = {x: slot(i) for i, x in enumerate(names)}
+    return {slots.get(x, x): y for x, y in arrays.items()}
 
 
 def of_slots(

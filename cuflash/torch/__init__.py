@@ -26,6 +26,7 @@ except ImportError as error:
     ) from error
 
 from . import fakes as _fakes  # noqa: F401  registers fake kernels
+from . import function_ops as _function_ops  # noqa: F401  of functions
 from . import op_gradients as _op_gradients  # noqa: F401  and gradients
 from .attention import attention
 from .block_mask import BlockMask, create_block_mask

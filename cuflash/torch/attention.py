@@ -14,7 +14,13 @@ from cuflash.errors import UnsupportedError
 from cuflash.request import checks
 from cuflash.request.options import ARRAYS, DIFFERENTIABLE, FORWARD, TRACED
 
-from . import autocast, functions, random, transforms
+from . import (
+    autocast,
+    compiled_functions,
+    functions,
+    random,
+    transforms,
+)
 from .checks import check_tensors, have_tangents
 from .functions import Functions
 from .gradients import Attention
@@ -77,9 +83,10 @@ def attention(
 ) -> torch.Tensor | Results:
     """Exact attention, softmax(scale * Q K^T) V, of torch tensors.
 
-    Differentiable twice in `q`, `k`, `v`, `bias` and `sink`, of `out` and of
-    `lse`, in reverse and forward mode and by torch.func. The derivatives are
-    those of `cuflash.backward`, `jvp` and `double_backward`.
+    Differentiable twice in `q`, `k`, `v`, `bias`, `sink` and what `score_mod`
+    reads, of `out` and of `lse`, in reverse and forward mode and by
+    torch.func. The derivatives are those of `cuflash.backward`, `jvp` and
+    `double_backward`.
 
     Parameters
     ----------
@@ -92,7 +99,8 @@ def attention(
     k, v : Tensor, (batch, seqlen_k, num_heads_kv, head_dim)
         With as many axes as `q`. `v` may have another head dimension.
     scale, causal, block_q, block_k, precision, num_splits, **options
-        As for `cuflash.forward`, with tensors for arrays. Without `seed`, one
+        As for `cuflash.forward`, with tensors for arrays. `score_mod` and
+        `mask_mod` may read tensors from outside, too. Without `seed`, one
         for dropout is drawn from torch's generator of the CPU, which
         `torch.manual_seed` seeds.
     return_lse : bool, optional
@@ -137,11 +145,15 @@ def attention(
     torch.Size([2, 16, 4, 8])
     """
     given = own = None
+    program: Any = None
     arrays: dict[str, Any] = {}
     if options or positional:
         numbers, arrays = split_options(_NAME, options, positional)
         if not TRACED.isdisjoint(numbers):
-            own = functions.taken(numbers, arrays, q)
+            if torch.compiler.is_compiling():
+                program = compiled_functions.taken(numbers, arrays)
+            else:
+                own = functions.taken(numbers, arrays, q)
         given = numbers | arrays
         if own is not None:
             arrays |= own.arrays
@@ -168,8 +180,10 @@ def attention(
     if (given or not compiling) and not transformed:
         with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given, own)
     if compiling or (not transformed and is_traced(q, k, v)):
+        if own is not None:
+            program = own.as_program()
         return by_operator(
-            q, k, v, return_lse, given,
+            q, k, v, return_lse, given, program,
             scale=scale, causal=causal, block_q=block_q, block_k=block_k,
             precision=precision, num_splits=num_splits,
             deterministic=deterministic,

@@ -17,10 +17,10 @@ from cuflash.api.tile_mask import TileMask, tile_mask
 from cuflash.errors import DTypeError, ShapeError, in_words
 
 from . import functions
+from .compiled_functions import Blocks, visible_in
 from .dtypes import to_numpy
 
 _Mask = Callable[..., Any]
-_FULL, _PARTLY = 2, 1
 
 
 class BlockMask:
@@ -152,28 +152,33 @@ class _Theirs:
     """The mask of a BlockMask of PyTorch's, and what it was made of."""
 
     def __init__(self, block_mask: Any) -> None:
-        self.made_of = _parts(block_mask)
+        self._parts = [(x, getattr(block_mask, x)) for x in _PARTS]
+        tensors = [x for _, x in self._parts if isinstance(x, torch.Tensor)]
+        self._versions = [(x, functions.version_of(x)) for x in tensors]
+        self.shape = tuple(block_mask.shape)
         self.snapshot = functions.Snapshot(_with_table(block_mask))
 
     def is_of(self, block_mask: Any) -> bool:
         """Whether the block mask still is what it was."""
-        now = _parts(block_mask)
-        return all(
-            x is y and version == other
-            for (x, version), (y, other) in zip(now, self.made_of, strict=True)
-        )
+        for name, part in self._parts:
+            if getattr(block_mask, name) is not part:
+                return False
+        for tensor, version in self._versions:
+            if functions.version_of(tensor) != version:
+                return False
+        return True
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, _Theirs] = weakref.WeakKeyDictionary()
 _PARTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-    "mask_mod",
+    "mask_mod", "seq_lengths", "BLOCK_SIZE",
 )  # fmt: skip
 
 
 def mask_of(
     block_mask: Any, query: torch.Tensor, key: torch.Tensor
-) -> BlockMask | _Theirs | None:
+) -> BlockMask | _Theirs | Blocks | _Mask | None:
     """The `mask_mod` of a call with a block mask; None without an effect.
 
     Parameters
@@ -188,9 +193,14 @@ def mask_of(
     ShapeError
         If it is for other sizes.
     """
+    compiling = torch.compiler.is_compiling()
     if isinstance(block_mask, BlockMask):
         _check_sizes(block_mask.shape, query, key)
-        return block_mask
+        return block_mask.mask_mod if compiling else block_mask
+    found = None if compiling else _KNOWN.get(block_mask)
+    if found is not None and found.is_of(block_mask):
+        _check_sizes(found.shape, query, key)
+        return found
     if not hasattr(block_mask, "kv_num_blocks"):
         raise DTypeError(
             f"block_mask is {in_words(block_mask)}, expected what"
@@ -200,22 +210,22 @@ def mask_of(
     if min(block_mask.BLOCK_SIZE) >= 2**30:  # torch's default: hides nothing
         return None
     _check_sizes(tuple(block_mask.shape), query, key)
-    found = _KNOWN.get(block_mask)
-    if found is None or not found.is_of(block_mask):
-        found = _KNOWN[block_mask] = _Theirs(block_mask)
+    if compiling:
+        return _blocks(block_mask)
+    found = _KNOWN[block_mask] = _Theirs(block_mask)
     return found
 
 
 def _check_sizes(
     shape: tuple[int, ...], query: torch.Tensor, key: torch.Tensor
 ) -> None:
+    batch, heads, *_ = query.shape
     lengths = query.shape[2], key.shape[2]
-    sizes = (*query.shape[:2], *lengths)
-    fits = len(shape) == 4 and all(
-        n == size or (n == 1 and axis < 2)
-        for axis, (n, size) in enumerate(zip(shape, sizes, strict=True))
-    )
-    if not fits:
+    if (
+        len(shape) != 4 or shape[2:] != lengths
+        or shape[0] not in (1, batch) or shape[1] not in (1, heads)
+    ):  # fmt: skip
+        sizes = batch, heads, *lengths
         raise ShapeError(
             f"block_mask is for {tuple(shape)}, expected {sizes}: batch,"
             " heads, queries and keys, of which the first two may be 1;"
@@ -224,36 +234,31 @@ def _check_sizes(
         )
 
 
-def _parts(block_mask: Any) -> tuple[tuple[Any, int], ...]:
-    """What a BlockMask says, with the versions of its tensors."""
-    parts = (getattr(block_mask, x) for x in _PARTS)
-    return tuple((x, functions.version_of(x)) for x in parts)
+def _blocks(block_mask: Any) -> Blocks:
+    """A BlockMask in parts."""
+    rows, columns = block_mask.BLOCK_SIZE
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    size = rows, columns, batch > 1, heads > 1
+    return Blocks(block_mask.mask_mod, _table(block_mask), size)
 
 
 def _with_table(block_mask: Any) -> _Mask:
     """The mask of a BlockMask: its mask_mod where a block is listed so."""
-    table = _table(block_mask)
-    rows, columns = block_mask.BLOCK_SIZE
-    mask_mod = block_mask.mask_mod
-    batch, heads = table.shape[:2]
+    mask_mod, table, size = _blocks(block_mask)
 
-    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_batch = b if batch > 1 else 0
-        of_head = h if heads > 1 else 0
-        kind = table[of_batch, of_head, q_idx // rows, kv_idx // columns]
-        partly = (kind == _PARTLY) & mask_mod(b, h, q_idx, kv_idx)
-        return (kind == _FULL) | partly
+    def visible(*indices: Any) -> Any:
+        return visible_in(table, mask_mod, size, indices)
 
     return visible
 
 
 def _table(block_mask: Any) -> torch.Tensor:
-    """How each block is listed: (batch, heads, rows, columns) of uint8."""
+    """How each block is listed: `Blocks.table`."""
     columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
     counts = block_mask.kv_num_blocks
     # One more column, for places in the lists that hold nothing.
     table = counts.new_zeros((*counts.shape, columns + 1), dtype=torch.uint8)
-    for kind, name in ((_PARTLY, "kv"), (_FULL, "full_kv")):
+    for kind, name in ((1, "kv"), (2, "full_kv")):
         counts = getattr(block_mask, f"{name}_num_blocks")
         indices = getattr(block_mask, f"{name}_indices")
         if counts is None:

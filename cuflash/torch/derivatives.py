@@ -5,7 +5,8 @@
     Gradients:  dout, dlse, x, out, lse   -> dx                   backward
     Second:     ddx, dout, dlse, x, out, lse -> d2x, ddout, ddlse
 
-where x is q, k, v and the options that have gradients (options.MOVED). With
+where x is q, k, v, the options that have gradients (options.MOVED) and the
+arrays that a user's score reads (`Static.moving`). With
 f = <dout, out> + <dlse, lse>, Gradients is the gradient of f, and d2x is the
 Hessian of f, which is symmetric, times ddx. So Second is what the gradient of
 Gradients is made of, the tangent of Gradients, and the gradient of Tangents.
@@ -65,6 +66,11 @@ class Static:
     several: bool = False
 
     @property
+    def moving(self) -> tuple[str, ...]:
+        """What may have tangents and gradients: q, k, v first."""
+        return ("q", "k", "v", *self.request.moved)
+
+    @property
     def of_batch(self) -> bool:
         """Whether weights depend on the index in a batch."""
         return "dropout" in self.request.scalars or self.request.of_batch
@@ -79,7 +85,7 @@ class Static:
         named |= dict(zip(self.names, of_others, strict=True))
         moved = {name: x for name, x in named.items() if x is not None}
         for name in moved:
-            if name not in MOVED and name not in self.request.moved:
+            if name not in self.moving:
                 known = f"{', '.join(MOVED[:-1])} or {MOVED[-1]}"
                 raise UnsupportedError(
                     f"{name} is differentiated, expected {known}: pass "
@@ -133,7 +139,7 @@ class Forward(_Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         moved = ctx.static.moved(tangents[:3], tangents[3:])
-        of_inputs = (moved.get(name) for name in MOVED)
+        of_inputs = (moved.get(name) for name in ctx.static.moving)
         tangents_of = partial(Tangents.apply, ctx.static)
         return batched_grad.call(tangents_of, *of_inputs, *ctx.saved_tensors)
 
@@ -149,7 +155,7 @@ class Tangents(_Function):
 
     @staticmethod
     def forward(static: Static, *tensors: Any) -> Any:
-        moved, fixed = _parted(tensors)
+        moved, fixed = _parted(static, tensors)
         q, k, v, _out, _lse, *others = fixed
         given = {"q": q, "k": k, "v": v}
         request, named = static.request, static.by_name(others)
@@ -158,11 +164,14 @@ class Tangents(_Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         static, needs = ctx.static, ctx.needs_input_grad[1:]
-        n = len(MOVED)
+        moving = static.moving
+        n = len(moving)
         tangents, fixed = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         of_tangents = replace(
             static,
-            wanted=tuple(x for x in MOVED[3:] if needs[MOVED.index(x)]),
+            wanted=tuple(
+                x for i, x in enumerate(moving) if i > 2 and needs[i]
+            ),
             several=False,
         )
         of_inputs = static.for_gradients(needs[n + 5 :])
@@ -174,7 +183,7 @@ class Tangents(_Function):
             if any(needs[n:]):
                 second, *_ = second_of(of_inputs, tangents, dout, dlse, fixed)
             named = dict(zip(_fixed_names(static), first, strict=True))
-            return *(named.get(name) for name in MOVED), *second
+            return *(named.get(name) for name in moving), *second
 
         if not static.several:
             return None, *one(dout, dlse, *tangents)
@@ -190,8 +199,9 @@ class Tangents(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, static: Static, *tensors: Any) -> Any:
-        names = (*MOVED, *_fixed_names(static))
-        rule = Rule(Tangents, static, names, ("out", "lse"), len(MOVED))
+        names = (*static.moving, *_fixed_names(static))
+        count = len(static.moving)
+        rule = Rule(Tangents, static, names, ("out", "lse"), count)
         return rule.map_tangents(info, in_dims[1:], tensors)
 
 
@@ -218,7 +228,7 @@ class Gradients(_Function):
         )
         needed = static.for_gradients(ctx.needs_input_grad[8:])
         of_fixed, ddout, ddlse = second_of(
-            needed, [named.get(name) for name in MOVED], dout, dlse, fixed
+            needed, [named.get(x) for x in static.moving], dout, dlse, fixed
         )
         return None, ddout, ddlse, *of_fixed
 
@@ -235,7 +245,7 @@ class Gradients(_Function):
         moved = static.moved(tangents[:3], tangents[5:])
         found: list[Any] = []
         if moved:
-            cotangents = [moved.get(name) for name in MOVED]
+            cotangents = [moved.get(name) for name in static.moving]
             found.append(second_of(static, cotangents, dout, dlse, fixed)[0])
         if dout_dot is not None or dlse_dot is not None:
             found.append(gradients_of(static, dout_dot, dlse_dot, fixed))
@@ -257,7 +267,7 @@ class Second(_Function):
 
     @staticmethod
     def forward(static: Static, *tensors: Any) -> Any:
-        moved, fixed = _parted(tensors)
+        moved, fixed = _parted(static, tensors)
         dout, dlse, q, k, v, out, lse, *others = fixed
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         wanted = static.wanted
@@ -276,11 +286,12 @@ class Second(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, static: Static, *tensors: Any) -> Any:
-        inputs = (*MOVED, "out", "lse", *_fixed_names(static))
+        inputs = (*static.moving, "out", "lse", *_fixed_names(static))
         results = ("q", "k", "v", "out", *static.wanted)
-        if tensors[len(MOVED) + 1] is not None:  # dlse
+        count = len(static.moving)
+        if tensors[count + 1] is not None:  # dlse
             results = (*results, "lse")
-        rule = Rule(Second, static, inputs, results, len(MOVED))
+        rule = Rule(Second, static, inputs, results, count)
         return rule.map(info, in_dims[1:], tensors)
 
 
@@ -326,12 +337,12 @@ def plain(x: Any) -> Any:
     return x.resolve_neg()
 
 
-def _parted(tensors: Any) -> tuple[dict[str, Any], Any]:
+def _parted(static: Static, tensors: Any) -> tuple[dict[str, Any], Any]:
     """Plain tensors: the first ones by what they move, and the others."""
     tensors = tuple(map(plain, tensors))
-    named = dict(zip(MOVED, tensors, strict=False))
+    named = dict(zip(static.moving, tensors, strict=False))
     moved = {name: x for name, x in named.items() if x is not None}
-    return moved, tensors[len(MOVED) :]
+    return moved, tensors[len(static.moving) :]
 
 
 def _fixed_names(static: Static) -> tuple[str, ...]:

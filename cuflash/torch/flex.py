@@ -13,6 +13,7 @@ from cuflash.errors import ShapeError, UnsupportedError, ValueRangeError
 from .attention import attention
 from .block_mask import mask_of
 from .checks import check_tensors
+from .tracing import PLAIN
 
 _LAYOUT = "(batch, heads, seqlen, head_dim)"
 
@@ -99,10 +100,15 @@ def flex_attention(
     >>> slopes.grad.shape
     torch.Size([2])
     """
-    given = {"query": query, "key": key, "value": value}
-    if not torch.compiler.is_compiling():
-        check_tensors(given)
-    _check(query, key, value, enable_gqa)
+    if not (type(query) in PLAIN and type(key) in PLAIN):
+        if not torch.compiler.is_compiling():
+            check_tensors({"query": query, "key": key, "value": value})
+    heads_q, heads_kv = _heads_of(query, key, value)
+    if heads_q != heads_kv and not enable_gqa:
+        raise ShapeError(
+            f"query has {heads_q} heads and key {heads_kv}, expected as many:"
+            " pass enable_gqa=True where query heads share key heads"
+        )
     options: dict[str, Any] = {}
     if score_mod is not None:
         options["score_mod"] = score_mod
@@ -128,30 +134,24 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    enable_gqa: bool,
-) -> None:
-    """Check what `attention` would complain of in its own words."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, expected four axes:"
-                f" {_LAYOUT}"
-            )
-    heads_q, heads_kv = query.shape[1], key.shape[1]
-    if heads_q != heads_kv and not enable_gqa:
+def _heads_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[int, int]:
+    """The heads of query and key, whose axes are checked."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.ndim != 4:
+                raise ShapeError(
+                    f"{name} has shape {tuple(x.shape)}, expected four axes:"
+                    f" {_LAYOUT}"
+                )
+    batch, heads_q, *_ = query.shape
+    batch_kv, heads_kv, *_ = key.shape
+    if batch_kv != batch and batch_kv != 1:
         raise ShapeError(
-            f"query has {heads_q} heads and key {heads_kv}, expected as many:"
-            " pass enable_gqa=True where query heads share key heads"
+            f"key has batch {batch_kv}, expected {batch} as query or 1"
         )
-    if key.shape[0] not in (1, query.shape[0]):
-        raise ShapeError(
-            f"key has batch {key.shape[0]}, expected {query.shape[0]} as query"
-            " or 1"
-        )
+    return heads_q, heads_kv
 
 
 def _wants_lse(return_aux: Any, return_lse: bool) -> bool:

@@ -13,7 +13,7 @@ from cuflash.request.options import DIFFERENTIABLE
 from .ops import KERNELS, LIBRARY
 from .tracing import is_traced
 
-_NO_SECOND_DERIVATIVES = (
+NO_SECOND_DERIVATIVES = (
     "second derivatives of cuflash.torch.attention are not supported in "
     "compiled and traced calls: call it in eager mode, on plain tensors"
 )
@@ -65,7 +65,7 @@ class TracedOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(_NO_SECOND_DERIVATIVES)
+        raise UnsupportedError(NO_SECOND_DERIVATIVES)
 
 
 def below(name: str, tensors: Any, numbers: dict[str, Any]) -> Any:

@@ -16,12 +16,13 @@ import torch
 from cuflash.request import options
 
 from . import random
+from .functions import Functions
 from .request import Request
 
 # In the schemas' order. The gradients of the first ones are offered.
 TENSORS = tuple(dict.fromkeys((*options.DIFFERENTIABLE, *options.ARRAYS)))
 _POSITIONAL = (*TENSORS, "seed_drawn")
-_TENSORS = ", ".join(f"Tensor? {name}=None" for name in TENSORS)
+_OPTIONAL = ", ".join(f"Tensor? {name}=None" for name in TENSORS)
 NUMBERS = tuple(x for x in options.UNTRACED if x not in TENSORS)
 
 
@@ -40,8 +41,9 @@ _NUMBERS = (
     "SymInt? num_splits=None, bool deterministic=False, "
     f"{', '.join(map(in_schema, NUMBERS))}"
 )
-_WANTED = ", ".join(f"bool return_d{x}=False" for x in options.DIFFERENTIABLE)
-_GRADIENTS = ", ".join(f"Tensor d{x}" for x in options.DIFFERENTIABLE)
+SCHEMA = f"{_OPTIONAL}, {_NUMBERS}"
+WANTED = ", ".join(f"bool return_d{x}=False" for x in options.DIFFERENTIABLE)
+GRADIENTS = ", ".join(f"Tensor d{x}" for x in options.DIFFERENTIABLE)
 NUM_SAVED = 7  # dout, dlse, q, k, v, out, lse
 
 LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
@@ -55,13 +57,13 @@ LIBRARY.define(
     tags=torch.Tag.nondeterministic_seeded,
 )
 LIBRARY.define(
-    f"attention(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_NUMBERS}) -> "
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> "
     "(Tensor out, Tensor lse)"
 )
 LIBRARY.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, "
-    f"Tensor v, Tensor out, Tensor lse, {_TENSORS}, {_NUMBERS}, "
-    f"{_WANTED}) -> (Tensor dq, Tensor dk, Tensor dv, {_GRADIENTS})"
+    f"Tensor v, Tensor out, Tensor lse, {SCHEMA}, "
+    f"{WANTED}) -> (Tensor dq, Tensor dk, Tensor dv, {GRADIENTS})"
 )
 # Calls without options: compiled code passes every argument that there is,
 # and twenty more take as long as the rest of a call.
@@ -84,10 +86,14 @@ def attention(
     v: torch.Tensor,
     return_lse: bool,
     given: dict[str, Any] | None,
+    functions: tuple[Any, ...] | None = None,
     **numbers: Any,
 ) -> Any:
-    """Call the operator; `given` are the options of `attention`."""
-    if not given and (
+    """Call the operator; `given` are the options of `attention`.
+
+    `functions` are the arrays, the numbers and the graphs of a user's.
+    """
+    if functions is None and not given and (
         numbers["block_q"] is numbers["block_k"] is numbers["precision"]
         is numbers["num_splits"] is None
     ):  # fmt: skip
@@ -106,6 +112,11 @@ def attention(
             numbers[name] = value
     if numbers.get("dropout") and "seed" not in numbers:
         tensors["seed_drawn"] = OPERATORS.dropout_seed(q)
+    if functions is not None:
+        out, lse = OPERATORS.function_attention(
+            q, k, v, *functions, **tensors, **numbers
+        )
+        return (out, lse) if return_lse else out
     out, lse = OPERATORS.attention(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out
 
@@ -113,7 +124,11 @@ def attention(
 # Kernels -----------------------------------------------------------------
 
 
-def request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
+def request(
+    tensors: tuple[Any, ...],
+    numbers: dict[str, Any],
+    functions: Functions | None = None,
+) -> Request:
     """The request of an operator's arguments after q, k and v or lse."""
     # Trailing arguments may be missing, or given by name.
     numbers = {**numbers, **dict(zip(_POSITIONAL, tensors, strict=False))}
@@ -138,6 +153,7 @@ def request(tensors: tuple[Any, ...], numbers: dict[str, Any]) -> Request:
         numbers.get("num_splits"),
         numbers.get("deterministic", False),
         given,
+        functions,
     )
 
 

@@ -270,9 +270,10 @@ def attention_pair_bias(
         seen = (mask != 0)[:, None, None]
         if mask.shape[0] != q.shape[0]:
             seen = seen.repeat_interleave(multiplicity, 0)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     parts = [
         _attend(
-            *(x[rows].transpose(1, 2) for x in (q, k, v)), bias[i : i + 1],
+            q[rows], k[rows], v[rows], bias[i : i + 1],
             None if seen is None else seen[rows], attn_scale,
         )[0]
         for i, rows in enumerate(_runs(q.shape[0], multiplicity))

@@ -15,7 +15,7 @@ from cuflash import settings
 from cuflash.api import arrays as api_arrays
 from cuflash.api import attention as api_attention
 from cuflash.launch import attention as execute
-from cuflash.request import options, traced
+from cuflash.request import mod_tangents, options, traced
 from cuflash.request.kept import Kept
 from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.validate import attention as validate
@@ -170,7 +170,7 @@ class Request:
         for name in wanted[: len(wanted) - len(read)]:
             own = (*own, f"return_d{name}", True)
         if read:
-            own = (*own, *traced.gradients_of(read))
+            own = (*own, *mod_tangents.gradients_of(read))
         given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
         if dlse is not None:
             given["dlse"] = dlse
@@ -227,6 +227,7 @@ class Request:
         others = dict(zip(values[::2], values[1::2], strict=True))
         if "seed" in others:
             others["seed"] = self.seed
+        others |= mod_tangents.joined_tangents(arrays)
         names = others.pop("mod_arrays", ())
         read = {x: arrays.pop(x) for x in tensors if traced.is_named(x)}
         if read or names:
@@ -234,9 +235,10 @@ class Request:
         results = run(**arrays, **others)
         if not isinstance(results, tuple):
             results = (results,)
-        if isinstance(results[-1], dict):
-            results = (*results[:-1], *results[-1].values())
-        return tuple(map(from_numpy, results))
+        flat: list[Any] = []
+        for x in results:  # those of `mod_arrays` are a dict
+            flat += x.values() if isinstance(x, dict) else [x]
+        return tuple(map(from_numpy, flat))
 
 
 def backend_of(x: torch.Tensor) -> Backend | None:

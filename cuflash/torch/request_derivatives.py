@@ -9,8 +9,8 @@ import torch
 
 from cuflash.api import derivatives as api_derivatives
 from cuflash.api.derivatives import strip_each
-from cuflash.errors import UnsupportedError
 from cuflash.launch.runner import Kernels
+from cuflash.request import mod_tangents, traced
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import derivatives as validate_derivatives
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
@@ -31,15 +31,6 @@ ON_CPU = {
 }
 
 
-def _check_functions(request: Request) -> None:
-    """Refuse a user's functions: these derivatives of them are open."""
-    if request.has_functions:
-        raise UnsupportedError(
-            "a call with a score or mask function is differentiated twice or"
-            " in forward mode, expected reverse mode once"
-        )
-
-
 def jvp(
     request: Request, given: Tensors, tangents: Tensors, tensors: Tensors
 ) -> Results:
@@ -56,8 +47,7 @@ def jvp(
     tensors : dict
         The options' tensors.
     """
-    _check_functions(request)
-    moved = {TANGENTS[name]: x for name, x in tangents.items()}
+    moved = mod_tangents.tangents_named(tangents, TANGENTS, "mod_dots")
     own = (*request.common, "return_lse", True)
     backend = requests.backend_of(given["q"])
     if backend is None:
@@ -66,7 +56,8 @@ def jvp(
     call = request.call(
         validate_derivatives.jvp, {**given, **moved}, tensors, own
     )
-    call.given, call.tangents = given, tangents
+    call.given = given
+    call.tangents = traced.by_slots(tangents, tensors)
     _, _, out_dot, lse_dot = Kernels(backend).jvp(call)
     return strip_each(out_dot, call), strip_each(lse_dot, call, lse=True)
 
@@ -90,14 +81,18 @@ def double_backward(
     tensors : dict
         The options' tensors.
     wanted : tuple of str
-        Which of DIFFERENTIABLE and "lse", in this order.
+        Which of DIFFERENTIABLE, of the arrays and "lse", in this order.
     """
-    _check_functions(request)
-    moved = {COTANGENTS[name]: x for name, x in cotangents.items()}
+    moved = mod_tangents.tangents_named(cotangents, COTANGENTS, "ddmods")
     own: tuple[Any, ...] = (
         *request.common, "deterministic", request.deterministic,
     )  # fmt: skip
+    read = tuple([x for x in wanted if traced.is_slot(x)])
+    if read:
+        own = (*own, *mod_tangents.gradients_of(read, "return_d2mod"))
     for name in wanted:
+        if name in read:
+            continue
         flag = "return_ddlse" if name == "lse" else f"return_d2{name}"
         own = (*own, flag, True)
     backend = requests.backend_of(given["q"])
@@ -106,7 +101,8 @@ def double_backward(
         return request.on_cpu(run, {**given, **moved}, tensors, own)
     check = validate_derivatives.double_backward
     call = request.call(check, {**given, **moved}, tensors, own)
-    call.given, call.tangents = given, cotangents
+    call.given = given
+    call.tangents = traced.by_slots(cotangents, tensors)
     results = Kernels(backend).double_backward(call)
     others = (
         strip_lse(x, call.rank) if name == "lse" else x

@@ -38,6 +38,23 @@ def test_warps_wait_for_the_phases_of_barriers(backend, seed, rounds):
 
 @on_hopper
 @given(seed=SEEDS)
+def test_copies_arrive(backend, seed):
+    """A lane of the other warp reads what the opposite lane has copied."""
+    chunks = drawn_words(seed, 64 * 4).reshape(64, 4)
+    out = np.empty_like(chunks)
+    run(
+        "primitives/copies_arrive",
+        {"chunks": read_only(chunks), "out": out},
+        backend,
+        threads=64,
+        shared_bytes=1088,
+        seed=seed,
+    )
+    assert_arrays_equal(out, chunks, "out")
+
+
+@on_hopper
+@given(seed=SEEDS)
 def test_pairs_of_warps_meet(backend, seed):
     x = drawn_words(seed, (2, 2, 32))
     y = np.empty_like(x)

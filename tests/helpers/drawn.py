@@ -8,20 +8,18 @@ from hypothesis import example, given, settings
 from . import tried
 from .backends import BACKENDS
 
-# In the quick profile: each compiles some four kernels, a second of work; on
-# NumPy arrays one takes a tenth of a second.
-QUICK_EMULATED_EXAMPLES, QUICK_NUMPY_EXAMPLES = 2, 4
+# By profile and backend, where fewer: an emulated one compiles some four
+# kernels, a second of work; on NumPy arrays one takes a tenth of a second.
+EXAMPLES = {
+    "quick": {"emulated": 2, "numpy": 4},
+    "ci": {"emulated": 4},
+}
 
 
 def num_examples(backend):
     """How many calls are drawn for a backend in the current profile."""
-    most = settings().max_examples
-    if settings.get_current_profile_name() != "quick":
-        return most
-    quick = {
-        "emulated": QUICK_EMULATED_EXAMPLES, "numpy": QUICK_NUMPY_EXAMPLES,
-    }  # fmt: skip
-    return quick.get(backend.name, most)
+    fewer = EXAMPLES.get(settings.get_current_profile_name(), {})
+    return fewer.get(backend.name, settings().max_examples)
 
 
 def on_each_backend(

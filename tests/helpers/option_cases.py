@@ -224,6 +224,10 @@ FAMILIES = {
         _FMA,
         [*product(["tuned", "small"], _FMA)],
         [*product(["tuned"], ["window", "left", "segments", "mask"])],
+        emulated=[
+            *product(["small"], _FMA),
+            *product(["tuned"], ["all", *[*_FMA][:-1:2]]),
+        ],
     ),
     **{name: _of_wide_kind(kind) for name, kind in _WIDE_KINDS.items()},
     "wgmma": Family(
@@ -260,6 +264,13 @@ FAMILIES = {
             ("grouped", "dropout"),
         ],
         repeats=0,  # test_reproducible.py repeats calls on Hopper
+        emulated=[
+            *product(["grouped"], _WGMMA | _RARE),
+            *product(["wide", "long"], ["few", "all"]),
+            *product(["wide"], [*ALONE][::2]),
+            *product(["long"], [*ALONE][1::2]),
+            ("long", "mixed poly3 softcap"),
+        ],
     ),
 }
 

@@ -18,8 +18,8 @@ from helpers.punishing import KINDS
 HEADS = {"num_heads_q": len(KINDS), "num_heads_kv": len(KINDS)}
 CASE = Case(seqlen_q=40, seqlen_k=150, values="punishing", seed=1, **HEADS)
 FAMILIES = {
-    "mma": {"dtype": "bfloat16"},
-    "wgmma": {"dtype": "float16", "on": Emulation("sm_90a")},
+    "mma": {"dtype": "float16"},
+    "wgmma": {"dtype": "bfloat16", "on": Emulation("sm_90a")},
     "fma": {"dtype": "float32"},
     "tf32x3": {"dtype": "float32", "precision": "tf32x3", "seqlen_k": 90},
     "dmma": {"dtype": "float64", "seqlen_k": 90},

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from cuflash.expressions import derivative
 from expression_strategies import ARRAYS, Drawn, masks, masks_of_ints, scores
+from helpers.backends import EMULATED
 from helpers.compare import assert_all
-from helpers.drawn import QUICK_EMULATED_EXAMPLES
+from helpers.drawn import num_examples
 from helpers.expression_calls import (
     Pairs,
     given_of,
@@ -40,9 +41,7 @@ SEEDS = st.integers(0, 2**16)
 
 def few():
     """As many kernels as other tests compile for a drawn call."""
-    quick = settings.get_current_profile_name() == "quick"
-    most = settings().max_examples
-    return settings(max_examples=QUICK_EMULATED_EXAMPLES if quick else most)
+    return settings(max_examples=num_examples(*EMULATED.values))
 
 
 def several(strategy):

@@ -1,29 +1,35 @@
 """Head dimensions above 256.
 
-16 bits on sm80's kernels, float32 on fma, the rest on simt.
+16 bits on sm80's kernels, float32 on fma, in parts and float64 on mma8, the
+rest on simt.
 """
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import strategies
 from cuflash.plans.plan import device_of_arch, plan
 from helpers import calls
-from helpers.backends import on_kernels, on_kernels_of
+from helpers.backends import CUPY, EMULATED, on_kernels, on_kernels_of
 from helpers.checks import (
+    check_double_backward,
     check_forward,
     check_gradients,
     check_gradients_of_forward,
+    check_jvp,
     check_packed,
 )
 from helpers.compare import assert_bitwise
 from helpers.data import Case, Emulation, inputs
+from helpers.derivatives import KINDS, tangents
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.kernels import small_problem
 
+KERNELS = [EMULATED, CUPY]
 LENGTHS = {"emulated": (37, 50), "cupy": (203, 1113)}
 
 
@@ -71,6 +77,38 @@ def test_tensor_cores(backend, arch, head_dims):
     on = Emulation(arch)
     more = {"causal": True, "window": (30, 10), "on": on}
     check(backend, case_of(backend, "bfloat16", head_dims, **more))
+
+
+@st.composite
+def optional_cases(draw, backend, kind):
+    """Draw a call with options, on machines with a tensor-core family."""
+    case = draw(strategies.optional_cases(
+        backend, dims=strategies.WIDE_HEAD_DIMS, longest=70, **KINDS[kind]
+    ))  # fmt: skip
+    archs = ["sm_80", "sm_90a", "sm_86"]
+    on = replace(case.on, forward_tile=None, backward_tile=None,
+                 arch=draw(st.sampled_from(archs)))  # fmt: skip
+    return replace(case, on=on, block_q=None, block_k=None)
+
+
+@on_each_backend(optional_cases, each={"kind": KINDS}, backends=KERNELS)
+def test_every_direction(backend, case):
+    """Forward, backward, jvp and double_backward, of each family."""
+    check(backend, case)
+    direction = tangents(case)
+    check_jvp(backend, case, direction)
+    check_double_backward(backend, case, direction)
+
+
+@on_kernels
+def test_a_weight_of_one_is_exact_in_parts(backend):
+    """Warps' parts of a score: one key outweighs all, so out is its value."""
+    case = case_of(backend, "float64", (257, 40), on=Emulation("sm_90a"))
+    q, k, v, _ = inputs(case)
+    for i in range(case.seqlen_q):
+        q[:, i] = 40 * k[:, i % case.seqlen_k]
+    out, _ = calls.forward(backend, case, q, k, v)
+    assert_bitwise(out, np.repeat(v[:, : case.seqlen_q], 2, axis=2), "out")
 
 
 @on_each_backend(
@@ -141,10 +179,11 @@ def test_masked_nan_does_not_spread(backend):
 @on_kernels
 def test_gradients_are_the_same_in_every_run(backend):
     """On simt: no two blocks add to the same element."""
-    case = case_of(backend, "float64", causal=True)
+    on = Emulation("sm_75")
+    case = case_of(backend, "float64", causal=True, on=on)
     arrays = inputs(case)
     first = calls.gradients(backend, case, *arrays)
-    other = replace(case, on=Emulation(seed=1, resident=3))
+    other = replace(case, on=replace(on, seed=1, resident=3))
     again = calls.gradients(backend, other, *arrays)
     for x, a, b in zip("qkv", again, first, strict=True):
         assert_bitwise(a, b, f"d{x}")

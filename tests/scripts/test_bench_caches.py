@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import bench_parts
+from helpers.compare import assert_allclose
 from helpers.stand_in import StandIn
 
 SMALL = {
@@ -96,6 +97,5 @@ def test_a_shared_prefix_gives_what_both_give(script, monkeypatch):
     script.prefix(0.1)
     out, _ = found["cuflash"]
     # Sums of 14 terms up to 4, of weights with some ten roundings each.
-    np.testing.assert_allclose(
-        out, found["separate"], atol=14 * 10 * 4 * 2**-24
-    )
+    bound = 14 * 10 * 4 * 2.0**-24
+    assert_allclose(out, found["separate"], "out", atol=bound)

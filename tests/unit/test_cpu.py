@@ -225,15 +225,6 @@ def test_blocks_that_some_gpu_runs_are_run(arch):
         cuflash.forward(q, q, q, block_q=tile.block_q, block_k=tile.block_k)
 
 
-def test_parts_of_wide_heads():
-    assert complaint(
-        cuflash.UnsupportedError, head_dim=300, precision="tf32x3"
-    ) == (
-        "precision 'tf32x3' needs head_dim and head_dim_v of at most 256, "
-        "this call has 300 and 300: leave it out"
-    )
-
-
 def test_rejected_calls_write_nothing():
     out = np.full((1, 4, 1, 8), 5, np.float32)
     complaint(cuflash.ValueRangeError, block_q=7, out=out)

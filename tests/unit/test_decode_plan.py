@@ -20,11 +20,28 @@ CALL = Problem("forward", "bfloat16", 1, 1, 8192, 32, 8, 128, 128, 0.125)
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"seqlen_q": 16}, {"causal": True}, {"dtype": "float16"},
+    {}, {"seqlen_q": 8}, {"causal": True}, {"dtype": "float16"},
     {"segment_ids": True, "dropout": 0.5}, {"head_dim": 256},
 ])  # fmt: skip
 def test_few_queries_of_many_keys(changes):
     assert plan(replace(CALL, **changes), H200).family == "decode"
+
+
+@pytest.mark.parametrize("changes", [
+    {"seqlen_q": 9}, {"seqlen_q": 16}, {"seqlen_q": 128, "num_heads_kv": 32},
+    {"seqlen_q": 33, "num_splits": 3}, {"seqlen_q": 16, "mask": True},
+])  # fmt: skip
+def test_more_queries_on_hopper(changes):
+    problem = replace(CALL, **changes)
+    assert plan(problem, H200).family == "decode_sm90"
+    assert plan(problem, device_of_arch("sm_80")).family != "decode_sm90"
+
+
+def test_enough_queries_fill_the_other_kernels():
+    """The fewest of them that do, by the number of sequences."""
+    long = replace(CALL, seqlen_q=2048)
+    assert plan(long, H200).family == "sm90"
+    assert plan(replace(CALL, seqlen_q=128), H200).family == "decode_sm90"
 
 
 @pytest.mark.parametrize("changes", [
@@ -33,6 +50,16 @@ def test_few_queries_of_many_keys(changes):
 ])  # fmt: skip
 def test_other_calls(changes):
     assert plan(replace(CALL, **changes), H200).family != "decode"
+
+
+@pytest.mark.parametrize("tokens", [512, 1024, 4096])
+@pytest.mark.parametrize("options", [{}, {"bias": "bfloat16"}])
+def test_queries_of_their_own_sequence_take_the_other_kernels(tokens, options):
+    for arch, family in (("sm_90a", "sm90"), ("sm_80", "sm80")):
+        problem = replace(
+            CALL, num_heads_q=16, seqlen_q=tokens, seqlen_k=tokens, **options
+        )
+        assert plan(problem, device_of_arch(arch)).family == family
 
 
 ON_CUDA_CORES = [

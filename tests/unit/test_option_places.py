@@ -22,6 +22,9 @@ PLACES = {
         "from functions to graphs; advice on arrays given as functions",
         "score_mod mask mask_mod mod_arrays return_dmod",
     ),
+    "request/mod_tangents": (
+        "tangents of its arrays, their gradients", "mod_arrays return_dmod",
+    ),
     "expressions": (
         "the two roles, what built-in options compute, advice",
         "bias mask mask_mod score_mod softcap",
@@ -53,8 +56,8 @@ PLACES = {
     # Values that the host reads, and rules between arguments.
     "api/arrays": ("offsets are checked", "cu_seqlens_q"),
     "request/validate/attention": (
-        "bounds, packing, a shape, a seed, directions",
-        "alibi_slopes bias cu_seqlens cu_seqlens_q seed window",
+        "bounds, packing, a shape, a seed, directions, what moves",
+        "alibi_slopes bias cu_seqlens cu_seqlens_q score_mod seed window",
     ),
     "request/validate/readouts": ("weights are before it", "dropout"),
     "request/validate/functions": (
@@ -91,8 +94,8 @@ PLACES = {
     "plans/sm90_jvp": ("the one that it has", "score_mod"),
     "plans/sm90": (
         "memory, registers",
-        "alibi_slopes bias mask mask_mod return_dbias return_dmod score_mod"
-        " segment_ids window",
+        "alibi_slopes bias dropout mask mask_mod return_dbias return_dmod"
+        " score_mod segment_ids softcap window",
     ),
     # What runs.
     "launch/attention": (
@@ -121,9 +124,15 @@ PLACES = {
     "torch/derivatives": ("linear in it", "dropout"),
     "torch/block_mask": ("theirs", "mask_mod"),
     "torch/flex": ("theirs", "mask_mod score_mod"),
-    "torch/functions": (
-        "records the two roles", "mask_mod mod_arrays score_mod",
+    "torch/pair_bias": ("theirs", "bias mask mod_arrays score_mod"),
+    "jax/pair_bias": ("theirs", "bias mask"),
+    "torch/compiled_functions": (
+        "finds the two roles", "mask_mod mod_arrays score_mod",
     ),
+    "torch/functions": (
+        "finds the two roles", "mask_mod mod_arrays score_mod",
+    ),
+    "torch/recording": ("the two roles", "mask_mod score_mod"),
     "torch/kvcache": ("packs queries alone", "cu_seqlens_q"),
     "torch/kvcache_ops": ("the schema", "cu_seqlens_q window"),
     "torch/masks": ("of models", "window"),

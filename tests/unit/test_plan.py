@@ -25,6 +25,7 @@ from helpers.kernels import small_problem
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIRECTIONS = ("forward", "backward")
+WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 DERIVATIVES = ("jvp", "double_backward")
 SIXTEEN_BITS = ("float16", "bfloat16")
 FAMILIES = {
@@ -70,15 +71,30 @@ def test_tf32x3_has_tiles_for_all_head_dims(direction, arch):
 
 
 @both_directions
-@pytest.mark.parametrize("head_dims", [(257, 64), (64, 512)])
-def test_tf32x3_has_none_above_256(direction, head_dims):
-    with pytest.raises(UnsupportedError) as raised:
-        planned(direction, "float32", head_dims[0], head_dim_v=head_dims[1],
-                precision="tf32x3")  # fmt: skip
-    assert str(raised.value) == (
-        "precision 'tf32x3' needs head_dim and head_dim_v of at most 256, "
-        f"this call has {head_dims[0]} and {head_dims[1]}: leave it out"
-    )
+@pytest.mark.parametrize("wanted", [None, "mma8_float32"])
+@pytest.mark.parametrize(
+    ("arch", "families"),
+    [("sm_80", ["mma8_float32"] * 4), ("sm_90a", ["mma8_float32"] * 4),
+     ("sm_86", ["mma8_float32", "simt", "mma8_float32", "mma8_float32"])],
+)  # fmt: skip
+def test_tf32x3_above_256(direction, arch, families, wanted):
+    """As far as shared memory allows, else without tensor cores."""
+    precision = None if wanted else "tf32x3"
+    for (d, dv), family in zip(WIDE, families, strict=True):
+        problem = small_problem(direction, "float32", d, head_dim_v=dv,
+                                precision=precision)  # fmt: skip
+        found = plan(problem, device_of_arch(arch), wanted).family
+        assert found == family
+
+
+@both_directions
+@pytest.mark.parametrize(
+    ("arch", "widest"), [("sm_80", 384), ("sm_90a", 512), ("sm_86", 0)]
+)
+def test_float64_above_256(direction, arch, widest):
+    for d in (257, 384, 385, 512):
+        family = "mma8_float64" if d <= widest else "simt"
+        assert planned(direction, "float64", d, arch).family == family
 
 
 @both_directions
@@ -182,7 +198,7 @@ def test_derivatives_of_float32_fall_back_to_simt(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 def test_derivatives_of_sixteen_bits_use_tensor_cores(arch, dtype):
-    """jvp up to head_dim_v 192; double_backward as shared memory allows."""
+    """jvp always; double_backward as shared memory allows."""
     device = device_of_arch(arch)
     small = device.shared_bytes < 2**17
     for direction in ("jvp", "double_backward"):
@@ -196,18 +212,15 @@ def test_derivatives_of_sixteen_bits_use_tensor_cores(arch, dtype):
             sizes = replace(problem, block_q=16, block_k=8)
             assert plan(sizes, device).family == "simt"
     wide = small_problem("jvp", dtype, 256)
-    assert plan(wide, device).family == "simt"
+    assert plan(wide, device).family == "sm80"
     wide = small_problem("double_backward", dtype, 256)
     assert plan(wide, device).family == ("simt" if small else "sm80")
-
-
-WIDE = [(257, 257), (512, 512), (512, 64), (64, 257)]
 
 
 @both_directions
 @pytest.mark.parametrize(
     ("dtype", "family"),
-    [("float16", "sm80"), ("bfloat16", "sm80"), ("float64", "simt")],
+    [("float16", "sm80"), ("bfloat16", "sm80")],
 )
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("wanted", [None, "sm90", "sm80"])
@@ -222,11 +235,17 @@ def test_families_of_wide_heads(direction, dtype, family, arch, wanted):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("direction", DERIVATIVES)
-def test_derivatives_of_wide_heads_are_plain(direction, dtype):
-    for d, dv in WIDE:
-        problem = small_problem(direction, dtype, d, head_dim_v=dv)
-        assert plan(problem, device_of_arch("sm_80")).family == "simt"
+@pytest.mark.parametrize(
+    ("arch", "widest"),
+    [("sm_80", (512, 512)), ("sm_86", (448, 384)), ("sm_90a", (512, 512))],
+)
+def test_derivatives_of_wide_heads(dtype, arch, widest):
+    """By mma.sync as far as shared memory allows, else on CUDA cores."""
+    for direction, most in zip(DERIVATIVES, widest, strict=True):
+        for d in (257, 320, 384, 448, 512):
+            found = plan(small_problem(direction, dtype, d),
+                         device_of_arch(arch)).family  # fmt: skip
+            assert found == ("sm80" if d <= most else "simt")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -542,9 +561,10 @@ def test_segment_ids_have_room_beside_wide_tiles(keys):
 
 def test_long_rows_have_tiles_of_their_own():
     short, long = (
-        planned("forward", head_dim=128, arch="sm_90a", seqlen_k=n).tile
+        planned("forward", head_dim=128, arch="sm_90a", batch=64,
+                seqlen_k=n).tile
         for n in (2048, 4096)
-    )
+    )  # fmt: skip
     assert short.block_k < long.block_k
 
 

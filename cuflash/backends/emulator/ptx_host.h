@@ -382,6 +382,14 @@ inline void mbarrier_arrive_if(bool condition, u32 barrier, EMULATOR_SITE) {
     if (condition) emulator::mbarrier_arrive(barrier, 0, {file, line});
 }
 
+// The copies are made now. That the waiting thread calls fence_async_proxy() is not checked.
+inline void cp_async_mbarrier_arrive(u32 barrier, EMULATOR_SITE) {
+    emulator::commit_copies();
+    emulator::wait_for_copies(0);
+    emulator::fence_async_proxy();
+    emulator::mbarrier_arrive(barrier, 0, {file, line});
+}
+
 inline void mbarrier_arrive_expect(u32 barrier, int bytes, EMULATOR_SITE) {
     emulator::mbarrier_arrive(barrier, bytes, {file, line});
 }

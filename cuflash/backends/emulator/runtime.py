@@ -115,9 +115,14 @@ def text(kernel: KernelPlan) -> str:
     ])  # fmt: skip
 
 
-def _text_flags(arch: str) -> tuple[str, ...]:
-    """The macros and include folders that the text needs."""
-    return f"-D__CUDA_ARCH__={10 * Device(arch).capability}", f"-I{FOLDER}"
+def _headers() -> str:
+    """The folder of the text's one header, as a flag."""
+    return f"-I{FOLDER}"
+
+
+def _macros(arch: str) -> tuple[str, ...]:
+    """The macros that the text needs."""
+    return (f"-D__CUDA_ARCH__={10 * Device(arch).capability}",)
 
 
 def explaining(arch: str) -> tuple[str, ...]:
@@ -130,7 +135,8 @@ def explaining(arch: str) -> tuple[str, ...]:
         "-g",
         "-gdwarf-4",
         "-fno-eliminate-unused-debug-types",
-        *_text_flags(arch),
+        *_macros(arch),
+        _headers(),
         "-c",
     )
 
@@ -161,9 +167,10 @@ def executable(
         *command,
         *_KERNEL_FLAGS,
         *_own_flags(command),
-        *_text_flags(arch),
+        *_macros(arch),
         *flags,
     )
+    headers = _headers()
     linking = (*command, *_LINK_FLAGS, *flags)
     linkers = [(*linking, *x, *_FILES) for x in dict.fromkeys([_GOLD, ()])]
     if not flags:
@@ -175,7 +182,7 @@ def executable(
         try:
             written, made = folder / "kernel.cpp", folder / "kernel.o"
             written.write_text(built)
-            done = _call(*compiling, "-c", written, "-o", made)
+            done = _call(*compiling, headers, "-c", written, "-o", made)
             if done.returncode == 0:
                 program = folder / "program"
                 files = {_OBJECT: made, _ENGINE: engine, _PROGRAM: program}
@@ -197,7 +204,9 @@ def executable(
                 shutil.rmtree(folder)
 
     engine = _engine(command)
-    key = (_hash(built), compiling, linking, engine.name)
+    # Of any checkout, as the engine's name tells the headers' content; but
+    # what g++ notes of files (--coverage) is of this one.
+    key = (_hash(built), compiling, flags and headers, linking, engine.name)
     return _kept(f"{kernel.entry}_{_hash(key)}", build)
 
 

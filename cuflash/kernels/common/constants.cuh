@@ -19,6 +19,7 @@
 // 0: none; ADDS_TO_DQ; DQ_SEMAPHORES of a query tile's dQ if DETERMINISTIC, else 0; INTEGER_DQ
 // (sm90/integer_dq.cuh); RECOMPUTES: rows with a NaN.
 // Warps: SCORE_WARPS_Q along the queries of S and dQ, GRADIENT_WARPS_K along the keys of dK and dV;
+// SCORE_PARTS: 1, or how many warps sum a part each of the same scores (score_parts.cuh);
 // WARP_ROLES: 1, or 2 where half of the warps compute scores and half gradients; WEIGHT_KEYS: how
 // many columns of P a warp's lanes exchange at a time; WARP_KEYS of a warp; K_VECTOR and V_VECTOR,
 // which divide the head dimensions and to whose bytes rows of K and V are aligned; VECTOR, elements
@@ -34,7 +35,7 @@
 // arrays the call has; LATENT: V is the first columns of K, the same memory; PAGE_SIZE in tokens, 0
 // without pages; SCALES, which numbers K and V are stored relative to: 0 none, 1 one of each key
 // head, 2 each page's; BALANCED (decode/parts.cuh); MERGE_ROWS, the most rows of a row tile that
-// exist (finish/merge_parts.cu).
+// exist, MERGE_SLOTS and ROWS_OF_BLOCK (finish/merge_parts.cu).
 // Others are of one kernel, whose header explains them: ORDERED, HAS_NEW and ROTARY
 // (prepare/append_kvcache.cu), OF_KEYS, IN_TILES, ONLY_FLAGGED, PASS and SCORE_CHUNK.
 #pragma once

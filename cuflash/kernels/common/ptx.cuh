@@ -398,6 +398,15 @@ __device__ __forceinline__ void mbarrier_arrive_if(bool condition, u32 barrier) 
                  :: "r"(barrier), "r"(static_cast<u32>(condition)) : "memory");
 }
 
+// Arrives once all copies by cp.async that this thread has started are complete, as one of the
+// phase's expected arrivals (.noinc). A thread whose wait sees the phase complete sees what they
+// wrote; the async proxy does after that thread's fence_async_proxy(). PTX ISA:
+// cp.async.mbarrier.arrive.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier)
+                 : "memory");
+}
+
 // Adds `bytes` to the tx-count of the current phase, then arrives. The copies that signal this
 // barrier must transfer exactly that many bytes. PTX ISA: mbarrier.arrive.
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, int bytes) {

@@ -56,4 +56,16 @@ template <class Real> struct Result {
         if (is_part) part_out[column] = x * inverse;
         else out[column] = from_accumulator<Element>(x * inverse);
     }
+    // The same of an even column and the next one, of head_dim_v columns.
+    __device__ __forceinline__ void store_pair(
+        int column, Real x, Real y, int head_dim_v) const {
+        struct alignas(2 * sizeof(Real)) Pair { Real x, y; };
+        if (is_part && head_dim_v % 2 == 0) {               // so rows begin at pairs
+            if (column < head_dim_v)
+                *reinterpret_cast<Pair*>(part_out + column) = {x * inverse, y * inverse};
+        } else {
+            if (column < head_dim_v) store(column, x);
+            if (column + 1 < head_dim_v) store(column + 1, y);
+        }
+    }
 };

@@ -34,16 +34,20 @@ struct Consumer {
         const RowTile rows(args, part);
         const LaneRows lane_rows(args, rows, warp_row);
         const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-        const TileRange tiles = rows.unhidden(rows.user_mask(args), rows.key_tiles(mask, part));
+        const auto user_mask = rows.user_mask(args);
+        const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(mask, part));
+        const auto is_masked = [&](int tile) {
+            return rows.masks(mask, user_mask, tile * BLOCK_K, BLOCK_K);
+        };
         load_queries(rows);
         #pragma unroll
         for (int i = 0; i < O_COUNT; ++i) acc[i] = 0.0f;
         m[0] = m[1] = -infinity();
         l[0] = l[1] = 0.0f;
         if (tiles.first < tiles.end) {
-            first_iteration(rows, lane_rows, mask, tiles.first, part);
+            first_iteration(lane_rows, mask, tiles.first, is_masked(tiles.first), part);
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile)
-                iteration(rows, lane_rows, mask, tile, part);
+                iteration(lane_rows, mask, tile, is_masked(tile), part);
             last_gemm_pv();
         }
         griddepcontrol_launch_dependents();                 // of finish/merge_parts.cu
@@ -65,9 +69,8 @@ private:
 
     template <class Mask>
     __device__ __forceinline__ void first_iteration(
-        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
-        const Part& part) {
-        pipeline_wait(shared_address(&shared.k_full), k);
+        const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked, const Part& part) {
+        wait_for_tile(shared.k_full, k);
         scheduler_barrier_sync();
         warpgroup_fence_operand(s);
         wgmma_fence();
@@ -77,7 +80,7 @@ private:
         warpgroup_fence_operand(s);
         release(shared.k_empty, k);
         float factors[2];
-        const bool is_masked = compute_weights(rows, lane_rows, mask, tile, factors);
+        compute_weights(lane_rows, mask, tile, is_masked, factors);
         if (is_masked) add_replaced(lane_rows, mask, tile, part);
         v = k;
         k.next();
@@ -86,15 +89,14 @@ private:
 
     template <class Mask>
     __device__ __forceinline__ void iteration(
-        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
-        const Part& part) {
-        pipeline_wait(shared_address(&shared.k_full), k);
+        const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked, const Part& part) {
+        wait_for_tile(shared.k_full, k);
         scheduler_barrier_sync();
         warpgroup_fence_operand(acc);
         warpgroup_fence_operand(s);
         wgmma_fence();
         gemm_qk();
-        pipeline_wait(shared_address(&shared.v_full), v);
+        wait_for_tile(shared.v_full, v);
         wgmma_fence();
         gemm_pv();
         scheduler_barrier_arrive();
@@ -102,7 +104,7 @@ private:
         warpgroup_fence_operand(s);
         release(shared.k_empty, k);
         float factors[2];
-        const bool is_masked = compute_weights(rows, lane_rows, mask, tile, factors);
+        compute_weights(lane_rows, mask, tile, is_masked, factors);
         wgmma_wait<0>();
         warpgroup_fence_operand(acc);
         release(shared.v_empty, v);
@@ -116,7 +118,7 @@ private:
     }
 
     __device__ __forceinline__ void last_gemm_pv() {
-        pipeline_wait(shared_address(&shared.v_full), v);
+        wait_for_tile(shared.v_full, v);
         warpgroup_fence_operand(acc);
         wgmma_fence();
         gemm_pv();
@@ -136,40 +138,65 @@ private:
         gemm_ab_rs<Element, BLOCK_K>(acc, p, descriptor(tile, BLOCK_K * PANEL_ROW_BYTES), true);
         wgmma_commit();
     }
+    // The fence orders the producer's copies, by the generic proxy, before the reads of wgmma.
+    __device__ __forceinline__ void wait_for_tile(
+        const u64 (&full)[KV_STAGES], const PipelineState<KV_STAGES>& stage) {
+        pipeline_wait(shared_address(&full), stage);
+        fence_async_proxy();
+    }
     __device__ __forceinline__ void release(
         u64 (&empty)[KV_STAGES], const PipelineState<KV_STAGES>& stage) {
         if (lane == 0) mbarrier_arrive(barrier_at(empty, stage.index));
     }
 
-    // S becomes P, l is updated. factors: what acc is to be multiplied by. Returns whether the tile
-    // is partly masked.
+    // S becomes P, l is updated. factors: what acc is to be multiplied by.
     template <class Mask>
-    __device__ __forceinline__ bool compute_weights(
-        const RowTile& rows, const LaneRows& lane_rows, const Mask& mask, int tile,
+    __device__ __forceinline__ void compute_weights(
+        const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked,
         float (&factors)[2]) {
         auto& scores = reinterpret_cast<float (&)[1][S_COUNT / 4][4]>(s);
         const int first_key = tile * BLOCK_K;
         if constexpr (!LINEAR) lane_rows.apply_score_mod(scores, mask, first_key);
-        const bool is_masked = rows.masks(mask, rows.user_mask(args), first_key, BLOCK_K);
         if (is_masked)
             lane_rows.apply_mask(scores, mask, first_key, [](int, int, int, bool) {});
         const ScaledExp2 exp{lane_rows.scale_log2};
         float reference[2];
         #pragma unroll
         for (int half = 0; half < 2; ++half)
-            reference[half] = raise_max(exp, m[half], l[half], fmaxf(m[half], row_max(half)),
+            reference[half] = raise_max(exp, m[half], l[half], fmaxf(m[half], row_max(s, half)),
                                         [&](float factor) { factors[half] = factor; });
-        weigh<S_COUNT>(exp, reference, l, [&](int n) -> float& { return s[n]; });
+        weigh_row<0>(exp, reference[0]);
+        weigh_row<1>(exp, reference[1]);
         if constexpr (DROPOUT) lane_rows.apply_dropout(scores, first_key);
-        return is_masked;
     }
-    // The maximum of the lane's row of S.
-    __device__ __forceinline__ float row_max(int half) const {
-        float most = s[half * 2];
-        #pragma unroll
-        for (int i = 0; i < S_COUNT / 4; ++i)
-            most = fmaxf(fmaxf(most, s[i * 4 + half * 2]), s[i * 4 + half * 2 + 1]);
-        return quad_max(most);
+    // One of the lane's rows of S becomes P, as weigh() makes it. With a reference that is not
+    // large, by fused multiply-adds: they do not round c S, while the reference is c m rounded,
+    // so all P of the row are too large by the same factor (excess).
+    template <int HALF>
+    __device__ __forceinline__ void weigh_row(const ScaledExp2& exp, float reference) {
+        float sum = 0.0f;
+        const auto for_each = [&](auto weight) {
+            #pragma unroll
+            for (int i = 0; i < S_COUNT / 2; ++i) {
+                float& x = s[i / 2 * 4 + HALF * 2 + i % 2];
+                x = weight(x);
+                sum += x;
+            }
+        };
+        if (is_small(reference))
+            for_each([&](float x) { return exp2_approx(fmaf(x, exp.scale_log2, -reference)); });
+        else
+            for_each([&](float x) { return exp(x, reference); });
+        l[HALF] += sum;
+    }
+    // So small that the factor is at most 2^(2^-13).
+    static __device__ __forceinline__ bool is_small(float reference) {
+        return fabsf(reference) < 0x1p12f;
+    }
+    // The inverse of that factor, for a row's maximum.
+    static __device__ __forceinline__ float inverse_excess(float m, float scale_log2) {
+        const float reference = finite_reference(m, scale_log2);
+        return is_small(reference) ? exp2_approx(fmaf(-m, scale_log2, reference)) : 1.0f;
     }
 
     // acc += P V of the NaN and infinities of a partly masked tile k of V, which the producer
@@ -236,14 +263,16 @@ private:
 
     __device__ __forceinline__ void store(
         const Part& part, const RowTile& rows, const LaneRows& lane_rows) {
-        const float sums[2] = {quad_sum(l[0]), quad_sum(l[1])};
-        store_row<0>(part, rows, lane_rows.index(0, 0), sums[0]);
-        store_row<1>(part, rows, lane_rows.index(0, 1), sums[1]);
+        const float factors[2] = {inverse_excess(m[0], lane_rows.scale_log2),
+                                  inverse_excess(m[1], lane_rows.scale_log2)};
+        const float sums[2] = {quad_sum(l[0]) * factors[0], quad_sum(l[1]) * factors[1]};
+        store_row<0>(part, rows, lane_rows.index(0, 0), sums[0], factors[0]);
+        store_row<1>(part, rows, lane_rows.index(0, 1), sums[1], factors[1]);
     }
-    // The lane's columns of one of its rows, whose weights have this sum.
+    // The lane's columns of one of its rows, whose weights have this sum, acc times `factor`.
     template <int HALF>
     __device__ __forceinline__ void store_row(
-        const Part& part, const RowTile& rows, int row, float sum) {
+        const Part& part, const RowTile& rows, int row, float sum, float factor) {
         if (!rows.exists(row)) return;
         const float scale = LINEAR ? fabsf(static_cast<float>(args.arrays.scale)) : 1.0f;
         const float most = natural_max(m[HALF], scale);
@@ -253,10 +282,10 @@ private:
             if (MAX_SCORE) result.store_max_score(most, sum);
         }
         #pragma unroll
-        for (int i = 0; i < O_COUNT / 2; ++i) {
-            const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
-            if (column < args.arrays.shape.head_dim_v)
-                result.store(column, acc[i / 2 * 4 + HALF * 2 + i % 2]);
+        for (int i = 0; i < O_COUNT / 4; ++i) {
+            const float* pair = &acc[i * 4 + HALF * 2];
+            result.store_pair(i * 8 + lane % 4 * 2, pair[0] * factor, pair[1] * factor,
+                              args.arrays.shape.head_dim_v);
         }
     }
 };

@@ -1,10 +1,8 @@
 // Producer warpgroup of forward_sm90.cu: a part's tiles of K and V, by cp.async, which reads rows
 // of pages as well as those of one array.
 //
-// Each tile of K or V is one cp.async group of each thread; it is published once the group is
-// complete, in order. Before the producer waits for a stage, it publishes all tiles of K and V but
-// the last LAG, which are under way: while the consumers work on the tile whose stage it waits for,
-// they have the next one.
+// A stage is full when the copies of all threads are complete: nobody waits for them but the
+// consumers, so the copies of all free stages are under way at once.
 #pragma once
 #include "decode/key_rows.cuh"
 #include "decode/sm90_shared.cuh"
@@ -13,16 +11,11 @@
 constexpr int ROWS_AT_ONCE = WARPGROUP / 8, ROWS_OF_THREAD = BLOCK_K / ROWS_AT_ONCE;
 static_assert(BLOCK_K % ROWS_AT_ONCE == 0, "all threads load as many rows");
 
-constexpr int LAG = KV_STAGES - 2;
-
 class KeyProducer {
     const Arguments& args;
     SharedPlan& shared;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
-    PipelineState<KV_STAGES> next, oldest;                  // stages to load, and to publish
-    int pending = 0;                                        // groups under way
-    bool oldest_is_v = false;
-    int oldest_tile = 0;
+    PipelineState<KV_STAGES> stage;
 
 public:
     __device__ __forceinline__ KeyProducer(const Arguments& args, SharedPlan& shared)
@@ -36,37 +29,35 @@ public:
         const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(mask, part));
         const Pages<Arguments> pages{args, part.sequence.number};
         const ForwardArguments& arrays = args.arrays;
-        const KeyRows k(args, arrays.k, arrays.k_stride, part.sequence, part.kv_head);
-        const KeyRows v(args, arrays.v, arrays.v_stride, part.sequence, part.kv_head);
-        const auto is_masked = [&](int tile) {
-            return rows.masks(mask, user_mask, tile * BLOCK_K, BLOCK_K);
-        };
-        oldest_tile = tiles.first;
-        for (int tile = tiles.first; tile < tiles.end; ++tile, next.next()) {
+        const KeyRows k_rows(args, arrays.k, arrays.k_stride, part.sequence, part.kv_head);
+        const KeyRows v_rows(args, arrays.v, arrays.v_stride, part.sequence, part.kv_head);
+        int page_of[ROWS_OF_THREAD] = {};
+        for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
             const int first_key = tile * BLOCK_K, num_keys = part.sequence.seqlen_k - first_key;
-            int page_of[ROWS_OF_THREAD] = {};
-            if constexpr (PAGED)
-                #pragma unroll
-                for (int i = 0; i < ROWS_OF_THREAD; ++i) {
-                    const int row = thread / 8 + i * ROWS_AT_ONCE;
-                    page_of[i] = row < num_keys ? pages.of_key(first_key + row) : -1;
-                }
-            acquire<2 * LAG>(barrier_at(shared.k_empty, next.index), is_masked);
-            load<HEAD_DIM>(shared_address(&shared.k[next.index]), k, first_key, num_keys,
+            look_up_pages(page_of, pages, first_key, num_keys);
+            mbarrier_wait(barrier_at(shared.k_empty, stage.index), stage.phase ^ 1);
+            load<HEAD_DIM>(shared_address(&shared.k[stage.index]), k_rows, first_key, num_keys,
                            arrays.shape.head_dim, page_of);
-            acquire<2 * LAG + 1>(barrier_at(shared.v_empty, next.index), is_masked);
-            load<HEAD_DIM_V>(shared_address(&shared.v[next.index]), v, first_key, num_keys,
+            cp_async_mbarrier_arrive(barrier_at(shared.k_full, stage.index));
+            mbarrier_wait(barrier_at(shared.v_empty, stage.index), stage.phase ^ 1);
+            load<HEAD_DIM_V>(shared_address(&shared.v[stage.index]), v_rows, first_key, num_keys,
                              arrays.shape.head_dim_v, page_of);
+            if (rows.masks(mask, user_mask, first_key, BLOCK_K)) replace_nonfinite();
+            cp_async_mbarrier_arrive(barrier_at(shared.v_full, stage.index));
         }
-        while (pending > 0) publish<0>(is_masked);
     }
 
 private:
-    // Waits until a stage's consumers have released it, with at most LEFT groups under way.
-    template <int LEFT, class IsMasked>
-    __device__ __forceinline__ void acquire(u32 empty, IsMasked is_masked) {
-        while (pending > LEFT) publish<LEFT>(is_masked);
-        mbarrier_wait(empty, next.phase ^ 1);
+    // The page of each of the thread's keys, -1 if it is invalid or past the last key.
+    static __device__ __forceinline__ void look_up_pages(
+        int (&page_of)[ROWS_OF_THREAD], const Pages<Arguments>& pages, int first_key,
+        int num_keys) {
+        if constexpr (PAGED)
+            #pragma unroll
+            for (int i = 0; i < ROWS_OF_THREAD; ++i) {
+                const int row = threadIdx.x / 8 + i * ROWS_AT_ONCE;
+                page_of[i] = row < num_keys ? pages.of_key(first_key + row) : -1;
+            }
     }
 
     // Starts the copy of a tile. Keys past the last, on invalid pages, and columns past the head
@@ -99,38 +90,21 @@ private:
             }
             source += ROWS_AT_ONCE * rows.token_bytes;
         }
+    }
+
+    // In a partly masked tile, replaces each NaN and infinity of V by 0: it must not reach rows
+    // that do not see its key. The consumers add them, pair by pair. The fence orders this thread's
+    // stores before the reads of wgmma.
+    __device__ __forceinline__ void replace_nonfinite() {
         cp_async_commit();
-        ++pending;
-    }
-
-    // The oldest tile, to the consumers; of the newer ones, LEFT groups may be under way. The fence
-    // orders this thread's copies, by the generic proxy, before the reads of wgmma, by the
-    // asynchronous one.
-    template <int LEFT, class IsMasked>
-    __device__ __forceinline__ void publish(IsMasked is_masked) {
-        cp_async_wait<LEFT>();
-        --pending;
-        const int stage = oldest.index;
-        if (oldest_is_v && is_masked(oldest_tile)) {
-            const bool found = replace_nonfinite(shared_address(&shared.v[stage]));
-            const u32 of_warp = __ballot_sync(WHOLE_WARP, found);
-            if (lane == 0) shared.replaced[stage][warp] = of_warp;
-        }
+        cp_async_wait<0>();
+        const bool found = replace_in_tile(shared_address(&shared.v[stage.index]));
+        const u32 of_warp = __ballot_sync(WHOLE_WARP, found);
+        if (lane == 0) shared.replaced[stage.index][warp] = of_warp;
         fence_async_proxy();
-        __syncwarp();
-        if (lane == 0)
-            mbarrier_arrive(oldest_is_v ? barrier_at(shared.v_full, stage)
-                                        : barrier_at(shared.k_full, stage));
-        if (oldest_is_v) {
-            oldest.next();
-            ++oldest_tile;
-        }
-        oldest_is_v = !oldest_is_v;
     }
-
-    // Replaces each NaN and infinity among this thread's chunks of V by 0: it must not reach rows
-    // that do not see its key. The consumers add them, pair by pair. True if there were any.
-    __device__ __forceinline__ bool replace_nonfinite(u32 tile) {
+    // Of this thread's chunks. True if there were any.
+    __device__ __forceinline__ bool replace_in_tile(u32 tile) {
         bool found = false;
         #pragma unroll 1
         for (int i = 0; i < ROWS_OF_THREAD * num_panels(HEAD_DIM_V); ++i) {

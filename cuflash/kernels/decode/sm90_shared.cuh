@@ -24,12 +24,12 @@ struct SharedPlan {
     // Of a partly masked tile: whether each producer warp replaced numbers of V. With v_full.
     u32 replaced[KV_STAGES][PRODUCER_WARPS];
 
-    // Once, by one thread. *_full: each producer warp arrives. *_empty: each consumer warp does.
+    // Once, by one thread. *_full: each producer thread arrives. *_empty: each consumer warp does.
     __device__ __forceinline__ void init_barriers() {
         for (int i = 0; i < KV_STAGES; ++i) {
-            mbarrier_init(shared_address(&k_full[i]), PRODUCER_WARPS);
+            mbarrier_init(shared_address(&k_full[i]), WARPGROUP);
             mbarrier_init(shared_address(&k_empty[i]), CONSUMER_WARPS);
-            mbarrier_init(shared_address(&v_full[i]), PRODUCER_WARPS);
+            mbarrier_init(shared_address(&v_full[i]), WARPGROUP);
             mbarrier_init(shared_address(&v_empty[i]), CONSUMER_WARPS);
         }
         fence_mbarrier_init();

@@ -1,13 +1,16 @@
 // Merges what the blocks of a decode kernel computed of the same row from parts of the keys, in the
 // order of the parts (merged_row.cuh), and adds the head's sink.
 //
-// Grid: blockIdx.x = run * MERGE_ROWS + row, with a run for each row tile, or, if parts are
-// balanced, for each block of the decode kernel (parts.cuh). Block: a warp for each 32 COLUMNS
-// columns.
+// Grid: a run's BLOCKS_OF_RUN blocks, one run after the other: a run for each row tile, or, if
+// parts are balanced, for each block of the decode kernel (parts.cuh). Block: MERGE_SLOTS rows at
+// once, each of which has a warp for each 32 COLUMNS columns.
 //
-// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; NUM_WARPS, BLOCK_Q,
-// BLOCK_K, CAUSAL, BALANCED, those of a KV cache (constants.cuh), SINK, WINDOW; Arguments. No
-// shared memory.
+// Balanced parts are found by hundreds of instructions. One warp of a block finds the row tile, and
+// the block merges up to ROWS_OF_BLOCK of its rows.
+//
+// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; MERGE_SLOTS,
+// ROWS_OF_BLOCK; NUM_WARPS, of all slots; BLOCK_Q, BLOCK_K, CAUSAL, BALANCED, those of a KV cache
+// (constants.cuh), SINK, WINDOW; Arguments. Shared memory: FoundRowTile.
 //
 // Bound by latency: the parts are in L2. So a lane has the loads of many parts under way, and the
 // kernel starts before the parts are there (Launch.overlaps).
@@ -27,22 +30,39 @@ template <class Real> struct MergedMax {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
-merge_parts(const __grid_constant__ Arguments args) {
-    // In one block, even if it has no parts: this kernel's end must imply that of the one before,
-    // whose results the next kernel reads.
-    if (blockIdx.x == 0) griddepcontrol_wait();
+constexpr int THREADS_OF_ROW = NUM_WARPS / MERGE_SLOTS * 32;
+constexpr int BLOCKS_OF_RUN = (MERGE_ROWS + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
 
-    const int row = blockIdx.x % MERGE_ROWS;
+struct FoundRowTile {
     Part part;
-    if (!Parts::find_cut_row_tile(args, blockIdx.x / MERGE_ROWS, part)) return;
-    const RowTile rows(args, part);
-    if (!rows.exists(row)) return;
+    bool is_cut;
+};
+static_assert(MERGE_SLOTS == 1 || sizeof(FoundRowTile) <= SHARED_BYTES,
+              "the plan and the kernel disagree");
 
-    griddepcontrol_wait();                                  // for the parts
+// The block's row tile. Returns whether it is cut. Whole block.
+__device__ __forceinline__ bool find_row_tile(const Arguments& args, Part& part) {
+    const int run = blockIdx.x / BLOCKS_OF_RUN;
+    if constexpr (MERGE_SLOTS == 1) {
+        return Parts::find_cut_row_tile(args, run, part);
+    } else {
+        extern __shared__ __align__(16) unsigned char shared_bytes[];
+        FoundRowTile& found = *reinterpret_cast<FoundRowTile*>(shared_bytes);
+        if (threadIdx.x < 32) {
+            const bool is_cut = Parts::find_cut_row_tile(args, run, part);
+            if (threadIdx.x == 0) found = {part, is_cut};
+        }
+        __syncthreads();
+        part = found.part;
+        return found.is_cut;
+    }
+}
 
+// The parts of one row. `thread`: of the row's.
+__device__ __forceinline__ void merge_row(
+    const Arguments& args, const Part& part, const RowTile& rows, int row, int thread) {
     const int head_dim_v = args.arrays.shape.head_dim_v, lane = threadIdx.x % 32;
-    const int first_column = threadIdx.x / 32 * 32 * COLUMNS + lane;
+    const int first_column = thread / 32 * 32 * COLUMNS + lane;
     const Real* numbers = static_cast<const Real*>(args.split_lse) + row * PART_NUMBERS;
     const Real* out = static_cast<const Real*>(args.split_out) + i64(row) * head_dim_v;
     MergedRow<Real, COLUMNS> merged;
@@ -62,11 +82,30 @@ merge_parts(const __grid_constant__ Arguments args) {
                    });
     }
     const Result<Real> result(args, part, rows, row, merged.m, merged.sum, true);
-    if (threadIdx.x == 0) result.store_lse();
-    if (MAX_SCORE && threadIdx.x == 0) result.store_max_score(max_score.m, max_score.l);
+    if (thread == 0) result.store_lse();
+    if (MAX_SCORE && thread == 0) result.store_max_score(max_score.m, max_score.l);
     #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
         const int column = first_column + i * 32;
         if (column < head_dim_v) result.store(column, merged.column(i));
     }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
+merge_parts(const __grid_constant__ Arguments args) {
+    // In one block, even if it has no parts: this kernel's end must imply that of the one before,
+    // whose results the next kernel reads.
+    if (blockIdx.x == 0) griddepcontrol_wait();
+
+    Part part;
+    if (!find_row_tile(args, part)) return;
+    const RowTile rows(args, part);
+    const int first = blockIdx.x % BLOCKS_OF_RUN * ROWS_OF_BLOCK;
+    if (!rows.exists(first)) return;
+
+    griddepcontrol_wait();                                  // for the parts
+
+    const int slot = threadIdx.x / THREADS_OF_ROW;
+    for (int row = first + slot; row < min(first + ROWS_OF_BLOCK, MERGE_ROWS); row += MERGE_SLOTS)
+        if (rows.exists(row)) merge_row(args, part, rows, row, threadIdx.x % THREADS_OF_ROW);
 }

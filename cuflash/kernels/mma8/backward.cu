@@ -17,16 +17,20 @@
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
 // BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
-// multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
-// their key tiles; Arguments and the options (docs/guide/options.md). With score modifications,
-// scale S above stands for the score (score_mod.cuh), and dS for the gradient with respect to S.
+// multiples of 32, of wide heads 128; SCORE_PARTS: as in mma8/forward.cu; LOADS_IN_TURN: Q and dO
+// share their place, for wide heads, and Q loads twice; DETERMINISTIC: the blocks of one head add
+// to a query tile's dQ in the order of their key tiles; Arguments and the options
+// (docs/guide/options.md). With score modifications, scale S above stands for the score
+// (score_mod.cuh), and dS for the gradient with respect to S.
 // Shared memory, in elements:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
 //     weights  BLOCK_Q * (BLOCK_K + 4)         P, then dS
 //     lse, delta  BLOCK_Q each
 // The next dO loads while dQ and dK are computed, the next Q while dP is: six barriers an
-// iteration.
+// iteration. If they load in turn, q and dout are one tile and
+//     parts  SCORE_PARTS * BLOCK_Q * BLOCK_K
+// is another: S, dO loads, dP and dV, Q loads again, dQ and dK, the next Q loads. Eleven barriers.
 //
 // Bad at: few keys with many queries (one block per key tile); head_dim above 128, where little
 // fits into shared memory; NaN or infinity in a partly masked tile.
@@ -36,13 +40,41 @@
 #include "mma8/backward_gradients.cuh"
 #include "mma8/backward_scores.cuh"
 
-// Computes dP and S of a query tile, once dO and then Q have arrived; they become dS and P. The
-// flags, the same in all threads: whether dO, or Q, of a partly masked tile contains a NaN or an
-// infinity.
-template <bool MASKED>
+// Computes dP and S of a query tile where dO takes Q's place; they become dS and P. The flags, the
+// same in all threads: whether dO, or Q, of a partly masked tile contains a NaN or an infinity.
+template <bool MASKED, class Loader>
+__device__ __forceinline__ void compute_scores_in_turn(
+    SharedPlan& shared, const Loader& loader, int head, int tile, const ScoreTile& score_tile,
+    Element scale, Scores& s, Scores& ds, bool& dout_nonfinite, bool& q_nonfinite) {
+    const int part = ScoreGrid::part(), group = ScoreGrid::group();
+    cp_async_wait<0>();                                     // Q; at first, K and V
+    if constexpr (MASKED) q_nonfinite = __syncthreads_or(loaded_nonfinite(shared.q));
+    else __syncthreads();
+    gemm_abt<SCORE_PARTS>(
+        s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column(), part);
+    shared.store_part(part, group, s);
+    __syncthreads();                                        // S's parts are written, Q is free
+    loader.load_dout(head, tile);
+    shared.add_parts(group, s);
+    cp_async_wait<0>();
+    if constexpr (MASKED) dout_nonfinite = __syncthreads_or(loaded_nonfinite(shared.dout));
+    else __syncthreads();                                   // and S's parts are read
+    gemm_abt<SCORE_PARTS>(
+        ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column(), part);
+    shared.store_part(part, group, ds);
+    __syncthreads();                                        // dP's parts are written
+    shared.add_parts(group, ds);
+    compute_p_and_ds<MASKED>(s, ds, shared, score_tile, scale);
+}
+
+// The same where each has its place, once dO and then Q have arrived.
+template <bool MASKED, class Loader>
 __device__ __forceinline__ void compute_scores(
-    SharedPlan& shared, const ScoreTile& score_tile, Element scale, Scores& s, Scores& ds,
-    bool& dout_nonfinite, bool& q_nonfinite) {
+    SharedPlan& shared, const Loader& loader, int head, int tile, const ScoreTile& score_tile,
+    Element scale, Scores& s, Scores& ds, bool& dout_nonfinite, bool& q_nonfinite) {
+    if constexpr (LOADS_IN_TURN)
+        return compute_scores_in_turn<MASKED>(
+            shared, loader, head, tile, score_tile, scale, s, ds, dout_nonfinite, q_nonfinite);
     cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     if constexpr (MASKED) dout_nonfinite = __syncthreads_or(loaded_nonfinite(shared.dout));
     else __syncthreads();
@@ -52,6 +84,13 @@ __device__ __forceinline__ void compute_scores(
     else __syncthreads();
     gemm_abt(s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
     compute_p_and_ds<MASKED>(s, ds, shared, score_tile, scale);
+}
+
+// Q is there again, if it loads twice.
+__device__ __forceinline__ void wait_for_q_again() {
+    if constexpr (!LOADS_IN_TURN) return;
+    cp_async_wait<0>();
+    __syncthreads();
 }
 
 // dQ = dS K of query tile q_tile, added to dQ.
@@ -88,7 +127,6 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     score_tile.set_group(coord.head * group_size);
     const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
-    const int num_keys = shape.seqlen_k - score_tile.k_start;
     const QueryLoader<SharedPlan> loader{shared, args, arrays, shape, coord, end_head};
 
     KeyGrid::Sums dk;
@@ -108,8 +146,8 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
 
         bool dout_nonfinite = false, q_nonfinite = false;
         Scores s, ds;                                       // S, then P; dP, then dS
-        compute_scores<MASKED>(
-            shared, score_tile, scale, s, ds, dout_nonfinite, q_nonfinite);
+        compute_scores<MASKED>(shared, loader, head, tile, score_tile, scale, s, ds,
+                               dout_nonfinite, q_nonfinite);
 
         write_weights(shared, s);
         __syncthreads();                                    // P is written
@@ -117,11 +155,13 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
             dv, shared, shared.dout, score_tile, dout_nonfinite);
         __syncthreads();                                    // P and dO are free
 
-        loader.load_dout(next_head, next_tile);
+        if constexpr (LOADS_IN_TURN) loader.load_q(head, tile);
+        else loader.load_dout(next_head, next_tile);
         write_weights(shared, ds);
         __syncthreads();                                    // dS is written
         add_dq<MASKED>(
             dq_semaphore, shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
+        wait_for_q_again();
         gradient_gemm<KeyGrid, true, MASKED>(dk, shared, shared.q, score_tile, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
         dq_semaphore.release();
@@ -129,10 +169,10 @@ backward_mma8(const __grid_constant__ Arguments call_args) {
     };
 
     if (order.has(order.first)) {
-        load_keys(shared, arrays, coord, score_tile.k_start, num_keys);
-        loader.load_dout(first_head, order.first);
+        load_keys(shared, arrays, coord, score_tile.k_start, shape.seqlen_k - score_tile.k_start);
+        if constexpr (!LOADS_IN_TURN) loader.load_dout(first_head, order.first);
         loader.load_q(first_head, order.first);
-        cp_async_wait<1>();
+        cp_async_wait<LOADS_IN_TURN ? 0 : 1>();
         k_nonfinite = __syncthreads_or(loaded_nonfinite(shared.k));
         for (int head = first_head; head < end_head; ++head) {
             score_tile.set_head(args, coord.batch, head);

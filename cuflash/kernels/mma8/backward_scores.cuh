@@ -1,9 +1,10 @@
 // mma8/backward.cu's tile of scores: P and dS of BLOCK_Q queries and BLOCK_K keys.
 #pragma once
+#include "mma8/score_parts.cuh"
 #include "mma8/warp_grids.cuh"
 #include "score/score_tile.cuh"
 
-struct SharedPlan {
+template <bool IN_TURN> struct SharedPlanOf {
     SmemTile<BLOCK_K, HEAD_DIM> k;
     SmemTile<BLOCK_K, HEAD_DIM_V> v;
     SmemTile<BLOCK_Q, HEAD_DIM> q;
@@ -11,6 +12,18 @@ struct SharedPlan {
     WeightTile weights;                                     // P, then dS
     Element lse[BLOCK_Q], delta[BLOCK_Q];
 };
+template <> struct SharedPlanOf<true>
+    : ScoreParts<SCORE_PARTS, ScoreGrid::GROUPS, ScoreGrid::M_TILES, ScoreGrid::N_TILES> {
+    SmemTile<BLOCK_K, HEAD_DIM> k;
+    SmemTile<BLOCK_K, HEAD_DIM_V> v;
+    union {
+        SmemTile<BLOCK_Q, HEAD_DIM> q;
+        SmemTile<BLOCK_Q, HEAD_DIM_V> dout;
+    };
+    WeightTile weights;
+    Element lse[BLOCK_Q], delta[BLOCK_Q];
+};
+using SharedPlan = SharedPlanOf<LOADS_IN_TURN>;
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // P = exp(scale S - lse) and dS = scale P (dP - delta) replace S and dP; both are 0 for masked
@@ -58,7 +71,7 @@ __device__ __forceinline__ void compute_p_and_ds(
                     Element z = 1;
                     if constexpr (DROPOUT) z = score_tile.dropout.z_of(kept, n * 2 + x % 2);
                     const Element dx = p * ((DROPOUT ? z * ds : ds) - delta);
-                    if (SUMS_SCORES && visible) {
+                    if (SUMS_SCORES && visible && ScoreGrid::part() == 0) {
                         score_tile.add_dbias(derivatives, dx, query, score_tile.k_start + key);
                         score_tile.score_mod.add_gradients(
                             sums, pairs, m * 2 + half, n * 2 + x % 2, derivatives, dx);

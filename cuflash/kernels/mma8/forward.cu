@@ -10,20 +10,25 @@
 // accumulators of S and the matmul with V (mma8.cuh).
 //
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, longest first (scheduler.cuh).
-// Block: NUM_WARPS warps of WARP_ROWS queries each.
+// Block: NUM_WARPS warps. SCORE_PARTS of them, of wide heads, share WARP_ROWS queries: each sums S
+// over a part of head_dim's columns and has a part of O's (score_parts.cuh).
 //
-// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM
-// and HEAD_DIM_V, the head dimensions rounded up to multiples of 32; Arguments and the options
-// (docs/guide/options.md). With score modifications, scale S stands for the score (score_mod.cuh).
+// Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_PARTS, BLOCKS_PER_SM,
+// SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to multiples of 32, of wide
+// heads 128; Arguments and the options (docs/guide/options.md). With score modifications, scale S
+// stands for the score (score_mod.cuh).
 // Shared memory, in elements:
 //     q  BLOCK_Q * (HEAD_DIM + 4)     k  BLOCK_K * (HEAD_DIM + 4)
 //     v  BLOCK_K * (HEAD_DIM_V + VALUES_PAD), which is 2 for double and 4 for float
+//     parts  SCORE_PARTS * BLOCK_Q * BLOCK_K, if more than 1
 // The next K loads while this V is used, and V loads while K is used: two barriers per iteration.
 //
 // Bound by the matmuls; exp takes some 30 instructions an element of S in double, which has
 // HEAD_DIM + HEAD_DIM_V multiply-adds; splitting a float takes three per operand. Bad at:
-// head_dim_v above 128, for which acc is too large; NaN or infinity in V in a partly masked
+// head_dim_v of 129 to 256, for which acc is too large; wide heads, all of whose warps compute exp
+// of the same scores; NaN or infinity in V in a partly masked
 // tile.
+#include "mma8/score_parts.cuh"
 #include "mma8/visible_pairs.cuh"
 #include "common/forward_loads.cuh"
 #include "score/dropout.cuh"
@@ -33,13 +38,23 @@
 #include "score/max_score.cuh"
 #include "common/packed_sequences.cuh"
 
-constexpr int WARP_ROWS = BLOCK_Q / NUM_WARPS;
-constexpr int M_TILES = WARP_ROWS / 16, S_TILES = BLOCK_K / 8, O_TILES = HEAD_DIM_V / 8;
+constexpr int WARPS_DOWN = NUM_WARPS / SCORE_PARTS;         // along the queries
+constexpr int WARP_ROWS = BLOCK_Q / WARPS_DOWN, WARP_COLUMNS = HEAD_DIM_V / SCORE_PARTS;
+constexpr int M_TILES = WARP_ROWS / 16, S_TILES = BLOCK_K / 8, O_TILES = WARP_COLUMNS / 8;
 
-static_assert(BLOCK_Q % (NUM_WARPS * 16) == 0, "a warp needs whole 16-row tiles of queries");
+static_assert(BLOCK_Q % (WARPS_DOWN * 16) == 0, "a warp needs whole 16-row tiles of queries");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
 
-struct SharedPlan {
+// The warp's part of the sums of scores, its first row of the tile and first column of O.
+__device__ __forceinline__ int warp_part() {
+    return SCORE_PARTS == 1 ? 0 : threadIdx.x / 32 / WARPS_DOWN;
+}
+__device__ __forceinline__ int warp_down() {
+    return SCORE_PARTS == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % WARPS_DOWN;
+}
+__device__ __forceinline__ int warp_column() { return warp_part() * WARP_COLUMNS; }
+
+struct SharedPlan : ScoreParts<SCORE_PARTS, WARPS_DOWN, M_TILES, S_TILES> {
     SmemTile<BLOCK_Q, HEAD_DIM> q;
     SmemTile<BLOCK_K, HEAD_DIM> k;
     SmemTile<BLOCK_K, HEAD_DIM_V, VALUES_PAD> v;
@@ -119,6 +134,24 @@ __device__ __forceinline__ void apply_score_mod_and_mask(
             }
 }
 
+// S of a tile, modified and masked. With parts, add_scores() does that, after a barrier.
+template <bool MASKED>
+__device__ __forceinline__ void compute_scores(
+    Scores& s, SharedPlan& shared, int warp_row, const ScoreMod<Element>& score_mod,
+    const LaneVisibility& visible) {
+    gemm_abt<SCORE_PARTS>(s, shared.q, warp_row, shared.k, 0, warp_part());
+    if constexpr (SCORE_PARTS > 1) shared.store_part(warp_part(), warp_down(), s);
+    else apply_score_mod_and_mask<MASKED>(s, score_mod, visible);
+}
+template <bool MASKED>
+__device__ __forceinline__ void add_scores(
+    Scores& s, const SharedPlan& shared, const ScoreMod<Element>& score_mod,
+    const LaneVisibility& visible) {
+    if constexpr (SCORE_PARTS == 1) return;
+    shared.add_parts(warp_down(), s);
+    apply_score_mod_and_mask<MASKED>(s, score_mod, visible);
+}
+
 // O = acc / l and lse = m + log(l); 0 and -inf for rows without a visible key. A sink takes part
 // in l.
 __device__ __forceinline__ void store(
@@ -138,7 +171,7 @@ __device__ __forceinline__ void store(
             const int query = first_query + i * 16 + half * 8;
             Element m = state.m[i][half], l = quad_sum(state.l[i][half]);
             if (query >= shape.seqlen_q) continue;
-            if (MAX_SCORE && t == 0)
+            if (MAX_SCORE && t == 0 && warp_part() == 0)
                 store_max_score(args, index_of_query(args, coord.batch, coord.head, query), m,
                                 Element(1), l);
             Element rescale = 1;
@@ -158,10 +191,11 @@ __device__ __forceinline__ void store(
                     #pragma unroll
                     for (int x = 0; x < CHUNK; ++x)
                         numbers[x] = (SINK ? numbers[x] * rescale : numbers[x]) / divisor;
-                    store_chunk(out + query * os.token, n * 8 + CHUNK * (2 * t + c),
-                                shape.head_dim_v, aligned, numbers);
+                    store_chunk(out + query * os.token,
+                                warp_column() + n * 8 + CHUNK * (2 * t + c), shape.head_dim_v,
+                                aligned, numbers);
                 }
-            if (arrays.lse != nullptr && t == 0) {
+            if (arrays.lse != nullptr && t == 0 && warp_part() == 0) {
                 const i64 head = static_cast<i64>(coord.batch) * shape.num_heads_q + coord.head;
                 static_cast<Element*>(arrays.lse)[head * rows_of_head(args) + query] =
                     lse_of_row(m, l);
@@ -189,7 +223,7 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
     const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
     const KeyTiles tiles = mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
 
-    const int warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int warp_row = warp_down() * WARP_ROWS;
     const int first_query = q_start + warp_row + threadIdx.x % 32 / 4;
     HeadOptions<Element> options(args, coord.batch);
     options.set_head(args, coord.batch, coord.head);
@@ -223,19 +257,19 @@ forward_mma8(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         __syncthreads();
         loader.load_v(tile);
-        gemm_abt(s, shared.q, warp_row, shared.k, 0);
-        apply_score_mod_and_mask<MASKED>(s, options.score_mod, visible);
+        compute_scores<MASKED>(s, shared, warp_row, options.score_mod, visible);
         cp_async_wait<0>();
         bool nonfinite = false;
         if constexpr (MASKED) nonfinite = __syncthreads_or(loaded_nonfinite(shared.v));
         else __syncthreads();
         next = before(tile);
         if (next >= tiles.first) loader.load_k(next);
+        add_scores<MASKED>(s, shared, options.score_mod, visible);
         softmax_step(s, rows, acc);
         if constexpr (DROPOUT)
             apply_dropout(s, options.dropout, first_query, k_start + threadIdx.x % 4 * 2);
-        if (MASKED && nonfinite) add_visible_rows(acc, s, shared.v, visible);
-        else gemm_ab(acc, s, shared.v);
+        if (MASKED && nonfinite) add_visible_rows(acc, s, shared.v, visible, warp_column());
+        else gemm_ab(acc, s, shared.v, warp_column());
     };
 
     if constexpr (WINDOW || PAIRWISE) {                     // any tile may be partly masked

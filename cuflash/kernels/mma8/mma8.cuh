@@ -102,18 +102,21 @@ __device__ __forceinline__ void load_rows(
 }
 
 // d[m][n] = A B^T: rows first_row + 16 m.. of a with rows first_column + 8 n.. of b, of COLUMNS
-// columns. Forward and backward add in the same order and get the same scores to the last bit.
-template <int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
+// columns, or, of PARTS of these, of part `part`. Forward and backward add in the same order and
+// get the same scores to the last bit.
+template <int PARTS = 1, int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void gemm_abt(
     Element (&d)[M][N][4], const SmemTile<A_ROWS, COLUMNS>& a, int first_row,
-    const SmemTile<B_ROWS, COLUMNS>& b, int first_column) {
+    const SmemTile<B_ROWS, COLUMNS>& b, int first_column, int part = 0) {
+    static_assert(COLUMNS % (PARTS * 8) == 0, "an MMA sums 8 columns");
     set_zero<M, N>(d);
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const Element* rows = &a.at[first_row + g][t];
-    const Element* others = &b.at[first_column + g][t];
+    const int first = PARTS == 1 ? 0 : part * (COLUMNS / PARTS);
+    const Element* rows = &a.at[first_row + g][first + t];
+    const Element* others = &b.at[first_column + g][first + t];
     constexpr int PITCH = COLUMNS + ROWS_PAD;
     #pragma unroll 2
-    for (int k = 0; k < COLUMNS; k += 8) {
+    for (int k = 0; k < COLUMNS / PARTS; k += 8) {
         Operand x[M][4];
         #pragma unroll
         for (int m = 0; m < M; ++m) load_rows(x[m], rows + m * 16 * PITCH + k, PITCH, 4);
@@ -155,11 +158,11 @@ __device__ __forceinline__ void add_chunks(
 }
 
 // d += P V, P in C fragments as they stand: their columns 2t and 2t + 1 are the sum's indices that
-// lane l takes, of operand A and so of V too.
+// lane l takes, of operand A and so of V too, whose columns begin at first_column.
 template <int M, int KEY_TILES, int N, int ROWS, int COLUMNS, int PAD>
 __device__ __forceinline__ void gemm_ab(
     Element (&d)[M][N][4], const Element (&p)[M][KEY_TILES][4],
-    const SmemTile<ROWS, COLUMNS, PAD>& v) {
+    const SmemTile<ROWS, COLUMNS, PAD>& v, int first_column = 0) {
     static_assert(N % CHUNK == 0, "tiles of columns come by CHUNK");
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const auto fragments = [&](Operand (&x)[M][4], int j) {
@@ -172,7 +175,7 @@ __device__ __forceinline__ void gemm_ab(
         }
     };
     constexpr int PITCH = COLUMNS + PAD;
-    const Element* rows = &v.at[2 * t][CHUNK * g];
+    const Element* rows = &v.at[2 * t][first_column + CHUNK * g];
     if constexpr (IN_PARTS) {                               // the tensor cores' sums begin anew
         #pragma unroll
         for (int n = 0; n < N; n += CHUNK) {

@@ -25,7 +25,8 @@ struct LaneVisibility {
 template <int M, int KEY_TILES, int N>
 __device__ __forceinline__ void add_visible_rows(
     Element (&acc)[M][N][4], const Element (&p)[M][KEY_TILES][4],
-    const SmemTile<BLOCK_K, HEAD_DIM_V, VALUES_PAD>& v, const LaneVisibility& visible) {
+    const SmemTile<BLOCK_K, HEAD_DIM_V, VALUES_PAD>& v, const LaneVisibility& visible,
+    int first_column = 0) {
     const int lane = threadIdx.x % 32, t = lane % 4;
     #pragma unroll
     for (int i = 0; i < M; ++i)
@@ -45,8 +46,8 @@ __device__ __forceinline__ void add_visible_rows(
                         for (int n = 0; n < N; ++n)
                             #pragma unroll
                             for (int c = 0; c < 2; ++c) {
-                                const int column =
-                                    n / CHUNK * (8 * CHUNK) + CHUNK * (2 * t + c) + n % CHUNK;
+                                const int column = first_column + n / CHUNK * (8 * CHUNK)
+                                                 + CHUNK * (2 * t + c) + n % CHUNK;
                                 Element& sum = acc[i][n][half * 2 + c];
                                 sum = fma(weight, v.at[key][column], sum);
                             }

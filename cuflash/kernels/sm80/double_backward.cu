@@ -38,23 +38,34 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 static_assert(NUM_STAGES == 1 || NUM_STAGES == 2, "the main loop knows one or two stages");
+static_assert(!LOADS_IN_TURN || NUM_STAGES == 1, "the other stage loads a whole iteration ahead");
 
-// Starts the loads of a query tile's rows and statistics, one cp.async group.
-__device__ __forceinline__ void load_queries(
+// Start the loads of a query tile: of Q and ddQ, of dO, of the statistics of rows.
+__device__ __forceinline__ void load_q(
     SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int start = at.tile * BLOCK_Q, end = shape.seqlen_q;
-    Rows(arrays.q, arrays.q_stride, batch, at.head)
-        .load<BLOCK_Q, HEAD_DIM, true>(
-            shared_address(&shared.q[stage]), start, end, shape.head_dim);
-    Rows(arrays.dout, arrays.dout_stride, batch, at.head)
-        .load<BLOCK_Q, HEAD_DIM_V, true>(
-            shared_address(&shared.dout[stage]), start, end, shape.head_dim_v);
+    Rows<BLOCK_Q>(arrays.q, arrays.q_stride, batch, at.head)
+        .load<HEAD_DIM, true>(shared_address(&shared.q[stage]), start, end, shape.head_dim);
     if constexpr (Q_DOT)
-        Rows(args.q_dot, args.tangents.q_dot, 0, batch, at.head)
-            .load<BLOCK_Q, HEAD_DIM, true>(
+        Rows<BLOCK_Q>(args.q_dot, args.tangents.q_dot, 0, batch, at.head)
+            .load<HEAD_DIM, true>(
                 shared_address(&shared.q_dot[stage]), start, end, shape.head_dim);
+}
+__device__ __forceinline__ void load_dout(
+    SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
+    const BackwardArguments& arrays = arrays_of(args);
+    Rows<BLOCK_Q>(arrays.dout, arrays.dout_stride, batch, at.head)
+        .load<HEAD_DIM_V, true>(
+            shared_address(&shared.dout[stage]), at.tile * BLOCK_Q, arrays.shape.seqlen_q,
+            arrays.shape.head_dim_v);
+}
+__device__ __forceinline__ void load_statistics(
+    SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
+    const BackwardArguments& arrays = arrays_of(args);
+    const Shape& shape = arrays.shape;
+    const int start = at.tile * BLOCK_Q, end = shape.seqlen_q;
     const i64 first = (static_cast<i64>(batch) * shape.num_heads_q + at.head) * rows_of_head(args)
                     + start;
     const RowStatistics& rows = shared.rows[stage];
@@ -68,6 +79,13 @@ __device__ __forceinline__ void load_queries(
         load(rows.b, args.lse_dot, i);
         load(rows.product, args.delta_dot, i);
     }
+}
+// All of these, one cp.async group.
+__device__ __forceinline__ void load_queries(
+    SharedPlan& shared, const Arguments& args, int batch, QueryWalk::Place at, int stage) {
+    load_q(shared, args, batch, at, stage);
+    load_dout(shared, args, batch, at, stage);
+    load_statistics(shared, args, batch, at, stage);
     cp_async_commit();
 }
 
@@ -77,17 +95,17 @@ __device__ __forceinline__ void load_keys(
     const BackwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int start = coord.tile * BLOCK_K, end = shape.seqlen_k;
-    Rows(arrays.k, arrays.k_stride, coord.batch, coord.head)
-        .load<BLOCK_K, HEAD_DIM, true>(shared_address(&shared.k), start, end, shape.head_dim);
-    Rows(arrays.v, arrays.v_stride, coord.batch, coord.head)
-        .load<BLOCK_K, HEAD_DIM_V, true>(shared_address(&shared.v), start, end, shape.head_dim_v);
+    Rows<BLOCK_K>(arrays.k, arrays.k_stride, coord.batch, coord.head)
+        .load<HEAD_DIM, true>(shared_address(&shared.k), start, end, shape.head_dim);
+    Rows<BLOCK_K>(arrays.v, arrays.v_stride, coord.batch, coord.head)
+        .load<HEAD_DIM_V, true>(shared_address(&shared.v), start, end, shape.head_dim_v);
     if constexpr (K_DOT)
-        Rows(args.k_dot, args.tangents.k_dot, 0, coord.batch, coord.head)
-            .load<BLOCK_K, HEAD_DIM, true>(
+        Rows<BLOCK_K>(args.k_dot, args.tangents.k_dot, 0, coord.batch, coord.head)
+            .load<HEAD_DIM, true>(
                 shared_address(&shared.k_dot), start, end, shape.head_dim);
     if constexpr (V_DOT)
-        Rows(args.v_dot, args.tangents.v_dot, 0, coord.batch, coord.head)
-            .load<BLOCK_K, HEAD_DIM_V, true>(
+        Rows<BLOCK_K>(args.v_dot, args.tangents.v_dot, 0, coord.batch, coord.head)
+            .load<HEAD_DIM_V, true>(
                 shared_address(&shared.v_dot), start, end, shape.head_dim_v);
 }
 
@@ -114,6 +132,7 @@ template <bool MASKED>
 __device__ __forceinline__ void compute_weights(
     SharedPlan& shared, const ScoreTile& score_tile, const HeadTangent<float>& tangent,
     int stage) {
+    if (SCORE_WARPS < NUM_WARPS && threadIdx.x / 32 >= SCORE_WARPS) return;
     const RowStatistics& rows = shared.rows[stage];
     const u32 dout = shared_address(&shared.dout[stage]);
     Scores s, w, dp, u;                                     // s: then P; w: then W - b
@@ -140,6 +159,36 @@ __device__ __forceinline__ void compute_weights(
     if constexpr (BENDS || SUMS_SCORES) second_scores(u, dp, motions, score_tile);
     store_weights<MASKED>(shared_address(&shared.tx), u, score_tile);
     store_weights<MASKED>(shared_address(&shared.ds), dp, score_tile);
+}
+
+// d2K / scale += T_X^T Q + (g dS)^T ddQ.
+template <bool MASKED>
+__device__ __forceinline__ void add_d2k(
+    KeyGrid::Fragments& d2k, const SharedPlan& shared, int stage, const ScoreTile& score_tile,
+    bool nonfinite) {
+    const int row = KeyGrid::first_row(), column = KeyGrid::first_column();
+    add_product<false, BLOCK_Q, MASKED>(
+        d2k, shared.tx, shared.q[stage], row, column, score_tile, nonfinite);
+    if constexpr (Q_DOT)
+        add_product<false, BLOCK_Q, MASKED>(
+            d2k, shared.ds, shared.q_dot[stage], row, column, score_tile, nonfinite);
+}
+
+// The same between two barriers, of which the first frees dO, the second Q: `next` loads to their
+// places, if there is one.
+template <bool MASKED>
+__device__ __forceinline__ void add_d2k_and_load(
+    KeyGrid::Fragments& d2k, SharedPlan& shared, const Arguments& args, int batch,
+    const ScoreTile& score_tile, bool nonfinite, QueryWalk::Place next, bool has_next) {
+    __syncthreads();
+    if (has_next) {
+        load_dout(shared, args, batch, next, 0);
+        load_statistics(shared, args, batch, next, 0);
+    }
+    add_d2k<MASKED>(d2k, shared, 0, score_tile, nonfinite);
+    __syncthreads();
+    if (has_next) load_q(shared, args, batch, next, 0);
+    cp_async_commit();
 }
 
 // d2K and d2V leave through the tiles of K and V, once no warp reads those any more.
@@ -208,21 +257,17 @@ double_backward_sm80(const __grid_constant__ Arguments call_args) {
         add_product<false, BLOCK_Q, MASKED>(
             d2v, shared.p_dot, shared.dout[stage], ValueGrid::first_row(),
             ValueGrid::first_column(), score_tile, nonfinite);
+        if constexpr (LOADS_IN_TURN)
+            add_d2k_and_load<MASKED>(d2k, shared, args, coord.batch, score_tile, nonfinite, next,
+                                     walk.has(next));
         add_d2q<MASKED>(dq_semaphore, shared, arrays, score_tile, coord, at.head, at.tile,
                         num_q_tiles, k_nonfinite);
-        add_product<false, BLOCK_Q, MASKED>(
-            d2k, shared.tx, shared.q[stage], KeyGrid::first_row(), KeyGrid::first_column(),
-            score_tile, nonfinite);
-        if constexpr (Q_DOT)
-            add_product<false, BLOCK_Q, MASKED>(
-                d2k, shared.ds, shared.q_dot[stage], KeyGrid::first_row(),
-                KeyGrid::first_column(), score_tile, nonfinite);
+        if constexpr (!LOADS_IN_TURN) add_d2k<MASKED>(d2k, shared, stage, score_tile, nonfinite);
 
-        if (NUM_STAGES == 1) {
+        if (NUM_STAGES == 2) stage ^= 1;
+        if (NUM_STAGES == 1 && !LOADS_IN_TURN) {
             __syncthreads();
             if (walk.has(next)) load_queries(shared, args, coord.batch, next, 0);
-        } else {
-            stage ^= 1;
         }
     };
 

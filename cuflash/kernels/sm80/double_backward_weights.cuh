@@ -9,13 +9,20 @@
 template <int COLUMNS, bool A_DOT, bool B_DOT>
 __device__ __forceinline__ void pair_gemms(
     Scores& d, Scores& d_dot, u32 a_tile, u32 a_dot_tile, u32 b_tile, u32 b_dot_tile) {
-    using ScoreColumns = OperandB<BLOCK_K, Stored::TRANSPOSED, ScoreGrid::N_TILES / 2>;
     const int first_row = ScoreGrid::first_row(), first_column = ScoreGrid::first_column();
     set_zero(d);
     set_zero(d_dot);
-    gemm_pair<Element, COLUMNS / 16, A_DOT, B_DOT>(
-        d, d_dot, ScoreRows(a_tile, first_row), ScoreRows(a_dot_tile, first_row),
-        ScoreColumns(b_tile, first_column), ScoreColumns(b_dot_tile, first_column));
+    const ScoreRows a(a_tile, first_row), a_dot(a_dot_tile, first_row);
+    if constexpr (ScoreGrid::N_TILES > 1) {
+        using ScoreColumns = OperandB<BLOCK_K, Stored::TRANSPOSED, ScoreGrid::N_TILES / 2>;
+        gemm_pair<Element, COLUMNS / 16, A_DOT, B_DOT>(
+            d, d_dot, a, a_dot, ScoreColumns(b_tile, first_column),
+            ScoreColumns(b_dot_tile, first_column));
+    } else {
+        gemm_pair_narrow<Element, COLUMNS / 16, A_DOT, B_DOT>(
+            d, d_dot, a, a_dot, NarrowB<BLOCK_K>(b_tile, first_column),
+            NarrowB<BLOCK_K>(b_dot_tile, first_column));
+    }
 }
 
 // Calls f(i, j, x, row, key) for each of the lane's elements [i][j][x]: a row of the tile, a key of

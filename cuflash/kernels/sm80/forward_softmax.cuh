@@ -8,9 +8,10 @@
 #include "score/score_mod.cuh"
 #include "sm80/online_softmax.cuh"
 
-// Warps share the queries; with WARPS_ACROSS > 1 also the keys of S and the columns of O.
+// Warps share the queries; with WARPS_ACROSS > 1 also the columns of O and the keys of S, or, in
+// SCORE_PARTS, the columns that S sums over (score_parts.cuh).
 constexpr int THREADS = NUM_WARPS * 32, WARPS_ACROSS = NUM_WARPS / SCORE_WARPS_Q;
-constexpr int WARP_ROWS = BLOCK_Q / SCORE_WARPS_Q, WARP_KEYS = BLOCK_K / WARPS_ACROSS;
+constexpr int WARP_ROWS = BLOCK_Q / SCORE_WARPS_Q, WARP_KEYS = BLOCK_K * SCORE_PARTS / WARPS_ACROSS;
 constexpr int WARP_COLUMNS = HEAD_DIM_V / WARPS_ACROSS;
 constexpr int M_TILES = WARP_ROWS / 16;                     // of the warp's rows
 constexpr int S_TILES = WARP_KEYS / 8, O_TILES = WARP_COLUMNS / 8;
@@ -34,7 +35,9 @@ __device__ __forceinline__ int warp_row() {
     const int warp = threadIdx.x / 32;
     return (WARPS_ACROSS == 1 ? warp : warp % SCORE_WARPS_Q) * WARP_ROWS;
 }
-__device__ __forceinline__ int warp_key() { return warp_across() * WARP_KEYS; }
+__device__ __forceinline__ int warp_key() {
+    return SCORE_PARTS > 1 ? 0 : warp_across() * WARP_KEYS;
+}
 __device__ __forceinline__ int warp_column() { return warp_across() * WARP_COLUMNS; }
 
 // The lane's queries: which keys they see and how their scores are made. LINEAR scores are kept as

@@ -76,3 +76,34 @@ __device__ __forceinline__ void gemm_tangents(
         }
     }
 }
+
+// gemm_pair() of 8 columns of B, stored TRANSPOSED.
+template <class Element, int K_BLOCKS, bool A_DOT, bool B_DOT, int M_TILES, class A, int ROWS>
+__device__ __forceinline__ void gemm_pair_narrow(
+    float (&d)[M_TILES][1][4], float (&d_dot)[M_TILES][1][4], const A& a, const A& a_dot,
+    const NarrowB<ROWS>& b, const NarrowB<ROWS>& b_dot) {
+    static_assert(K_BLOCKS % 2 == 0, "NarrowB loads two blocks of rows");
+    #pragma unroll 2
+    for (int k = 0; k < K_BLOCKS; k += 2) {
+        u32 columns[4], columns_dot[4];
+        b.load(columns, k / 2);
+        if constexpr (B_DOT) b_dot.load(columns_dot, k / 2);
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto multiply = [&](float (&sum)[4], const u32 (&rows)[4], const u32 (&x)[4]) {
+                mma_16x8x16(sum, rows, x[2 * half], x[2 * half + 1], Element{});
+            };
+            #pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                u32 rows[4];
+                a.load(rows, m, k + half);
+                multiply(d[m][0], rows, columns);
+                if constexpr (B_DOT) multiply(d_dot[m][0], rows, columns_dot);
+                if constexpr (A_DOT) {
+                    a_dot.load(rows, m, k + half);
+                    multiply(d_dot[m][0], rows, columns);
+                }
+            }
+        }
+    }
+}

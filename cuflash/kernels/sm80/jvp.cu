@@ -11,25 +11,28 @@
 // Grid: tiles of BLOCK_Q queries of all (batch, head) pairs, as in sm80/forward.cu, times groups of
 // directions: blockIdx.x = tile * groups + group. A block has DIRECTIONS of them, for which it
 // computes S, P and O once (score/directions.cuh); that of the first one stores O and lse.
-// Block: NUM_WARPS warps of WARP_ROWS queries each.
+// Block: NUM_WARPS warps, SCORE_WARPS_Q of them along the queries. With fewer than all, for wide
+// heads, several share their rows: each has some of the columns that S and W sum over, and some of
+// those of O and O' (score_parts.cuh).
 //
-// Constants: those of sm80/forward.cu; DIRECTIONS, FIRST_DIRECTION, LAST_DIRECTION, READS_OUT;
-// Q_DOT to MOD_DOT: what moves.
+// Constants: those of sm80/forward.cu; SCORE_PARTS: how many warps share rows; DIRECTIONS,
+// FIRST_DIRECTION, LAST_DIRECTION, READS_OUT; Q_DOT to MOD_DOT: what moves.
 // Shared memory, in bytes, columns rounded up to multiples of 64 (smem.cuh):
+//     parts                           BLOCK_Q * BLOCK_K * 4 each  S, W: SCORE_PARTS each, if > 1
 //     q_then_out, q_dot_then_out_dot  BLOCK_Q * max(HEAD_DIM, HEAD_DIM_V) * 2 each
 //     k, k_dot                        BLOCK_K * HEAD_DIM * 2 each
 //     v, v_dot                        BLOCK_K * HEAD_DIM_V * 2 each
-// with a *_dot for each direction. The next K and K' load while V and V' are used, and V and V'
-// while K and K' are.
+// with a *_dot, and a W, for each direction. The next K and K' load while V and V' are used, and V
+// and V' while K and K' are.
 //
-// Bad at: head_dim_v above 192, whose sums do not fit in registers.
+// Bad at: wide heads, of whose tiles few rows fit, and of which all warps of a row compute P.
 #include "common/query_tile.cuh"
 #include "sm80/jvp_epilogue.cuh"
 #include "sm80/row_loads.cuh"
 
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 
-struct SharedPlan {
+struct SharedPlan : ScoreParts<1 + DIRECTIONS> {
     SmemTile<BLOCK_Q, WIDEST> q_then_out, q_dot_then_out_dot[DIRECTIONS];
     SmemTile<BLOCK_K, HEAD_DIM> k, k_dot[DIRECTIONS];
     SmemTile<BLOCK_K, HEAD_DIM_V> v, v_dot[DIRECTIONS];
@@ -43,7 +46,7 @@ static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disag
 struct KeyLoader {
     const Shape& shape;
     u32 k_smem, k_dot_smem, v_smem, v_dot_smem;
-    Rows k, k_dot, v, v_dot;
+    Rows<BLOCK_K> k, k_dot, v, v_dot;
     i64 k_dot_direction, v_dot_direction;                   // strides
 
     __device__ __forceinline__ KeyLoader(
@@ -60,21 +63,21 @@ struct KeyLoader {
 
     template <bool RAGGED> __device__ __forceinline__ void load_k(int tile) const {
         const int start = tile * BLOCK_K, end = shape.seqlen_k, columns = shape.head_dim;
-        k.load<BLOCK_K, HEAD_DIM, RAGGED>(k_smem, start, end, columns);
+        k.load<HEAD_DIM, RAGGED>(k_smem, start, end, columns);
         #pragma unroll
         for (int n = 0; n < DIRECTIONS; ++n)
             if constexpr (K_DOT)
-                k_dot.after(n * k_dot_direction).load<BLOCK_K, HEAD_DIM, RAGGED>(
+                k_dot.after(n * k_dot_direction).load<HEAD_DIM, RAGGED>(
                     k_dot_smem + n * K_BYTES, start, end, columns);
         cp_async_commit();
     }
     template <bool RAGGED> __device__ __forceinline__ void load_v(int tile) const {
         const int start = tile * BLOCK_K, end = shape.seqlen_k, columns = shape.head_dim_v;
-        v.load<BLOCK_K, HEAD_DIM_V, RAGGED>(v_smem, start, end, columns);
+        v.load<HEAD_DIM_V, RAGGED>(v_smem, start, end, columns);
         #pragma unroll
         for (int n = 0; n < DIRECTIONS; ++n)
             if constexpr (V_DOT)
-                v_dot.after(n * v_dot_direction).load<BLOCK_K, HEAD_DIM_V, RAGGED>(
+                v_dot.after(n * v_dot_direction).load<HEAD_DIM_V, RAGGED>(
                     v_dot_smem + n * V_BYTES, start, end, columns);
         cp_async_commit();
     }
@@ -96,13 +99,13 @@ __device__ __forceinline__ void load_queries(
     const ForwardArguments& arrays = arrays_of(args);
     const Shape& shape = arrays.shape;
     const int start = coord.tile * BLOCK_Q;
-    Rows(arrays.q, arrays.q_stride, coord.batch, coord.head)
-        .load<BLOCK_Q, HEAD_DIM, true>(q_smem, start, shape.seqlen_q, shape.head_dim);
+    Rows<BLOCK_Q>(arrays.q, arrays.q_stride, coord.batch, coord.head)
+        .load<HEAD_DIM, true>(q_smem, start, shape.seqlen_q, shape.head_dim);
     #pragma unroll
     for (int n = 0; n < DIRECTIONS; ++n)
         if constexpr (Q_DOT)
-            Rows(args.q_dot, args.tangents.q_dot, direction + n, coord.batch, coord.head)
-                .load<BLOCK_Q, HEAD_DIM, true>(
+            Rows<BLOCK_Q>(args.q_dot, args.tangents.q_dot, direction + n, coord.batch, coord.head)
+                .load<HEAD_DIM, true>(
                     q_dot_smem + n * Q_BYTES, start, shape.seqlen_q, shape.head_dim);
 }
 
@@ -128,6 +131,37 @@ __device__ __forceinline__ void add_all_nonfinite_terms(
         if constexpr (V_DOT)
             add_nonfinite_terms(acc_dot[n], p, shared.v_dot[n].bytes, query_tile, k_start);
     }
+}
+
+// From Q K^T and its tangents to S and W of a tile.
+template <bool MASKED>
+__device__ __forceinline__ void modify_and_mask(
+    Scores& s, ScoreTangents& w, const QueryTile& query_tile,
+    const HeadTangent<float>& tangent, int k_start) {
+    scores_and_tangents(s, w, query_tile, tangent, k_start);
+    if constexpr (MASKED) apply_mask(s, w, query_tile, k_start);
+}
+
+// The same, before a barrier and after it: with parts the first publishes the warp's.
+template <bool MASKED>
+__device__ __forceinline__ void finish_scores(
+    const SharedPlan& shared, Scores& s, ScoreTangents& w, const QueryTile& query_tile,
+    const HeadTangent<float>& tangent, int k_start) {
+    if constexpr (SCORE_PARTS == 1)
+        return modify_and_mask<MASKED>(s, w, query_tile, tangent, k_start);
+    shared.store_part(0, s);
+    #pragma unroll
+    for (int n = 0; n < DIRECTIONS; ++n) shared.store_part(1 + n, w[n]);
+}
+template <bool MASKED>
+__device__ __forceinline__ void add_parts(
+    const SharedPlan& shared, Scores& s, ScoreTangents& w, const QueryTile& query_tile,
+    const HeadTangent<float>& tangent, int k_start) {
+    if constexpr (SCORE_PARTS == 1) return;
+    shared.add_parts(0, s);
+    #pragma unroll
+    for (int n = 0; n < DIRECTIONS; ++n) shared.add_parts(1 + n, w[n]);
+    modify_and_mask<MASKED>(s, w, query_tile, tangent, k_start);
 }
 
 __device__ __forceinline__ void finish(
@@ -158,7 +192,7 @@ jvp_sm80(const __grid_constant__ Arguments call_args) {
     const Shape& shape = arrays_of(args).shape;
     const int q_start = coord.tile * BLOCK_Q;
     const int kv_head = coord.head / (shape.num_heads_q / shape.num_heads_kv);
-    const int lane_query = q_start + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    const int lane_query = q_start + warp_row() + threadIdx.x % 32 / 4;
     const QueryTile query_tile(args, coord, lane_query);
     const HeadTangent<float> tangent(args, direction, coord.batch, coord.head);
     const KeyTiles tiles = query_tile.mask.key_tiles(q_start, BLOCK_Q, BLOCK_K);
@@ -192,14 +226,14 @@ jvp_sm80(const __grid_constant__ Arguments call_args) {
         loader.load_v<MASKED>(tile);
         score_gemms<Q_BYTES, K_BYTES>(
             s, w, q_smem, q_dot_smem, loader.k_smem, loader.k_dot_smem);
-        scores_and_tangents(s, w, query_tile, tangent, k_start);
-        if constexpr (MASKED) apply_mask(s, w, query_tile, k_start);
+        finish_scores<MASKED>(shared, s, w, query_tile, tangent, k_start);
         cp_async_wait<0>();
         bool nonfinite = false;                             // in V, V', the same in all threads
         if constexpr (MASKED) nonfinite = __syncthreads_or(loader.nonfinite());
         else __syncthreads();
         next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (next >= tiles.first) loader.load_k<false>(next);
+        add_parts<MASKED>(shared, s, w, query_tile, tangent, k_start);
         tangent_step(s, w, softmax, states, acc, acc_dot, query_tile.scale_log2);
         if constexpr (DROPOUT) apply_dropout(s, w, query_tile, k_start);
         if (MASKED && nonfinite) {

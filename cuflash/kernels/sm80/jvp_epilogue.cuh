@@ -69,11 +69,10 @@ __device__ __forceinline__ void finish_rows(
     for (int i = 0; i < M_TILES; ++i)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = coord.tile * BLOCK_Q + threadIdx.x / 32 * WARP_ROWS + i * 16 + half * 8
-                          + lane / 4;
+            const int row = coord.tile * BLOCK_Q + warp_row() + i * 16 + half * 8 + lane / 4;
             const RowResults results = finish_row(
                 args, direction, coord.head, i, half, acc, acc_dot, softmax, states);
-            if (lane % 4 != 0 || row >= shape.seqlen_q) continue;
+            if (lane % 4 != 0 || row >= shape.seqlen_q || warp_across() != 0) continue;
             if (arrays.lse != nullptr && direction == 0)
                 static_cast<float*>(arrays.lse)[first + row] = results.lse;
             if (args.lse_dot != nullptr)
@@ -85,26 +84,27 @@ __device__ __forceinline__ void finish_rows(
         }
 }
 
-// A result's rows, each warp its own, through a tile whose rows no other warp reads. `to`: the
-// head's first row.
+// A result's rows, through a tile that is free: each warp its own or, if warps share rows, the
+// block all of them. `to`: the head's first row.
 __device__ __forceinline__ void store_rows(
     const Shape& shape, u32 tile, const Output& rows, u16* to, i64 stride, bool aligned,
     int q_start) {
-    const int warp_row = threadIdx.x / 32 * WARP_ROWS;
     Packed<M_TILES, O_TILES> packed;
     pack_fragments<Element>(packed, rows);
-    store_fragments<BLOCK_Q>(tile, packed, warp_row, 0);
-    __syncwarp();
-    store_tile<WARP_ROWS, HEAD_DIM_V, 32, BLOCK_Q>(
-        tile, warp_row, to + (q_start + warp_row) * stride, stride,
-        shape.seqlen_q - q_start - warp_row, shape.head_dim_v, aligned, threadIdx.x % 32);
+    store_fragments<BLOCK_Q>(tile, packed, warp_row(), warp_column());
+    constexpr bool BY_BLOCK = WARPS_ACROSS > 1;
+    if constexpr (BY_BLOCK) __syncthreads();
+    else __syncwarp();
+    const int row = BY_BLOCK ? 0 : warp_row();
+    store_tile<BY_BLOCK ? BLOCK_Q : WARP_ROWS, HEAD_DIM_V, BY_BLOCK ? THREADS : 32, BLOCK_Q>(
+        tile, row, to + (q_start + row) * stride, stride, shape.seqlen_q - q_start - row,
+        shape.head_dim_v, aligned, BY_BLOCK ? threadIdx.x : threadIdx.x % 32);
 }
 
 // Which results are stored; with PACKED only the call's own arguments tell.
 struct Wanted { bool out, out_dot; };
 
-// Epilogue. q and q_dot: tiles that each warp is done with in its own rows, those of directions
-// Q_BYTES apart.
+// Epilogue. q and q_dot: tiles whose rows no other warp reads, those of directions Q_BYTES apart.
 template <int Q_BYTES>
 __device__ __forceinline__ void store(
     const Arguments& args, Wanted wanted, TileCoord coord, int direction, u32 q, u32 q_dot,

@@ -1,7 +1,7 @@
 // sm80/jvp.cu's matmuls in C fragments.
 #pragma once
-#include "sm80/forward_softmax.cuh"
 #include "sm80/gemm_pair.cuh"
+#include "sm80/score_parts.cuh"
 #include "score/directions.cuh"
 #include "score/tangents.cuh"
 
@@ -12,24 +12,25 @@ using ScoreTangents = Scores[DIRECTIONS];
 using OutputTangents = Output[DIRECTIONS];
 
 // S = Q K^T, or its negative if scale < 0, and X = Q' K^T + Q K'^T. By rows of the tiles q and
-// q_dot, and k and k_dot, in shared memory; tiles of directions are Q_BYTES and K_BYTES apart.
+// q_dot, and k and k_dot, in shared memory; tiles of directions are Q_BYTES and K_BYTES apart. Or
+// the warp's part of these sums (score_parts.cuh).
 template <int Q_BYTES, int K_BYTES>
 __device__ __forceinline__ void score_gemms(
     Scores& s, ScoreTangents& x, u32 q, u32 q_dot, u32 k, u32 k_dot) {
     using Queries = OperandA<BLOCK_Q, Stored::AS_NAMED, M_TILES>;
     using Keys = OperandB<BLOCK_K, Stored::TRANSPOSED, S_TILES / 2>;
-    const int first_row = threadIdx.x / 32 * WARP_ROWS;
+    const auto queries = [](u32 tile) { return part_of_a(Queries(tile, warp_row())); };
+    const auto keys = [](u32 tile) { return part_of_b(Keys(tile, 0)); };
     set_zero(s);
     #pragma unroll
     for (int v = 0; v < DIRECTIONS; ++v) set_zero(x[v]);
     if constexpr (DIRECTIONS == 1)
-        gemm_pair<Element, HEAD_DIM / 16, Q_DOT, K_DOT>(
-            s, x[0], Queries(q, first_row), Queries(q_dot, first_row), Keys(k, 0), Keys(k_dot, 0));
+        gemm_pair<Element, PART_BLOCKS, Q_DOT, K_DOT>(
+            s, x[0], queries(q), queries(q_dot), keys(k), keys(k_dot));
     else
-        gemm_tangents<Element, HEAD_DIM / 16, Q_DOT, K_DOT>(
-            s, x, Queries(q, first_row),
-            [&](int v) { return Queries(q_dot + v * Q_BYTES, first_row); }, Keys(k, 0),
-            [&](int v) { return Keys(k_dot + v * K_BYTES, 0); });
+        gemm_tangents<Element, PART_BLOCKS, Q_DOT, K_DOT>(
+            s, x, queries(q), [&](int v) { return queries(q_dot + v * Q_BYTES); }, keys(k),
+            [&](int v) { return keys(k_dot + v * K_BYTES); });
     if (NEGATE_SCORES)
         for (auto& tile : s)
             for (auto& fragment : tile)
@@ -49,7 +50,7 @@ __device__ __forceinline__ void value_gemms(
     };
     using Weights = RegisterA<Element, M_TILES, S_TILES>;
     const Weights weights(p), first(pw[0]), last(pw[DIRECTIONS - 1]);
-    const Tile values(v_tile, 0);
+    const Tile values(v_tile, warp_column());
     #pragma unroll
     for (int k = 0; k < BLOCK_K / 16; ++k) {
         u32 a[M_TILES][4], a_dot[DIRECTIONS][M_TILES][4];
@@ -70,7 +71,7 @@ __device__ __forceinline__ void value_gemms(
             #pragma unroll
             for (int v = 0; v < DIRECTIONS; ++v)
                 if constexpr (V_DOT) {
-                    load(b, Tile(v_dot_tile + v * V_BYTES, 0), k, n);
+                    load(b, Tile(v_dot_tile + v * V_BYTES, warp_column()), k, n);
                     multiply_block<Element>(acc_dot[v], n, a, b);
                 }
         }

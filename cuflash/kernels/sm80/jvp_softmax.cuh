@@ -160,7 +160,7 @@ __device__ __forceinline__ void add_nonfinite_terms(
     for (int i = 0; i < M_TILES; ++i)
         for (int j = 0; j < S_TILES; ++j)
             for (int x = 0; x < 4; ++x) p[i][j][x] = weights[i][j][x];
-    const int first_column = threadIdx.x % 4 * 2, quad = threadIdx.x % 32 / 4 * 4;
+    const int first_column = warp_column() + threadIdx.x % 4 * 2, quad = threadIdx.x % 32 / 4 * 4;
     #pragma unroll 1
     for (int j = 0; j < BLOCK_K; ++j)
         #pragma unroll

@@ -1,0 +1,103 @@
+"""By what a function's graph is found again: its code, and what that reads."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from cuflash.expressions.remember import Attributes, fingerprint
+from cuflash.expressions.watch import Watch
+
+
+class _Collected:
+    """What a key says of tensors and modules; it lists the tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """See `remember.Look`."""
+        self.tensors.clear()
+
+    def of(self, value: Any) -> Any:
+        """See `remember.Look`."""
+        if isinstance(value, torch.Tensor):
+            for index, known in enumerate(self.tensors):
+                if known is value:
+                    return torch.Tensor, index
+            self.tensors.append(value)
+            index = len(self.tensors) - 1
+            return torch.Tensor, index, value.dtype, value.shape, value.device
+        if isinstance(value, torch.nn.Module):
+            number = _MODULES.get(value)
+            if number is None:
+                number = _MODULES[value] = next(_numbers)
+            bases = type(value).__mro__
+            bases = bases[: bases.index(torch.nn.Module)]
+            spaces = vars(value), value._parameters, value._buffers
+            spaces = *spaces, value._modules, *map(vars, bases)
+            return Attributes((torch.nn.Module, number), spaces)
+        if type(value) in _STEADY:
+            return value
+        return None
+
+
+# Identities that keep no module alive.
+_MODULES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+_STEADY = torch.dtype, torch.device
+
+
+class Key:
+    """A function's fingerprint, the tensors in it, and what it is made of.
+
+    Attributes
+    ----------
+    value : object
+        None: there is none.
+    tensors : list of Tensor
+    """
+
+    __slots__ = ("_metadata", "_watch", "tensors", "value")
+
+    def __init__(self, function: Any) -> None:
+        look, self._watch = _Collected(), Watch()
+        found = fingerprint(function, look, self._watch)
+        # By a number: it is looked up in each call.
+        self.value = None if found is None else _number_of(found)
+        self.tensors = look.tensors
+        self._metadata = [(x, x.dtype, x.shape) for x in look.tensors]
+
+    def holds(self) -> bool:
+        """Whether the function would have the same."""
+        if self.value is None or not self._watch.holds():
+            return False
+        for x, dtype, shape in self._metadata:
+            if x.dtype is not dtype or x.shape != shape:
+                return False
+        return True
+
+
+_NUMBER_OF: dict[Any, int] = {}
+_MOST_NUMBERS = 4096
+_KEYS: weakref.WeakKeyDictionary[Any, Key] = weakref.WeakKeyDictionary()
+
+
+def _number_of(found: Any) -> int:
+    if len(_NUMBER_OF) >= _MOST_NUMBERS:
+        _NUMBER_OF.clear()
+    return _NUMBER_OF.setdefault(found, next(_numbers))
+
+
+def key_of(function: Any) -> Key:
+    """A function's key, by one look-up where nothing has changed."""
+    if type(function) is not FunctionType:
+        return Key(function)
+    found = _KEYS.get(function)
+    if found is None or not found.holds():
+        found = _KEYS[function] = Key(function)
+    return found
