@@ -7,6 +7,7 @@ import pytest
 
 from helpers import kvcache_calls as kv
 from helpers.backends import BACKENDS
+from helpers.data import Emulation
 from helpers.kvcache_calls import KVCase
 
 CASE = KVCase(
@@ -21,6 +22,14 @@ CASES = {
         CASE, page_size=None, spare=2, slots=True, leftpad=(5, 0, 128)
     ),
     "any dtype": replace(CASE, dtype="float32", head_dim=32, rotary_dim=16),
+    "Hopper": replace(
+        CASE, group_size=8,
+        on=Emulation("sm_90a", seed=1, family="decode_sm90"),
+    ),
+    "latent": replace(
+        CASE, latent="yes", head_dim=320, head_dim_v=256, num_heads_kv=1,
+        group_size=8, on=Emulation("sm_90a", seed=1),
+    ),
     "whole": replace(
         CASE, dtype="float64", head_dim=32, by_int=True, before=(40, 40),
     ),
@@ -52,12 +61,14 @@ def sees_token(b, h, q_idx, kv_idx, *, token):
 def test_drafts_of_a_tree(backend, name):
     """Each of the last tokens sees the text before it and its ancestors."""
     case = CASES[name]
+    heads = case.num_heads_q
     arrays = {
-        "rate": np.linspace(-0.2, 0.1, 12, dtype=np.float32).reshape(3, 4),
+        "rate": np.linspace(-0.2, 0.1, 3 * heads, dtype=np.float32),
         "table": np.sin(np.arange(70.0)),
         "is_ancestor": ANCESTORS,
         "n": 2,
     }
+    arrays["rate"] = arrays["rate"].reshape(3, heads)
 
     def meaning(b, shape):
         _, h, q, k = np.ogrid[tuple(map(slice, shape))]
