@@ -261,6 +261,9 @@ def run_pages(
         draw(random, given["q"].dtype, *room, x.shape[-1]) for x in (k, v)
     ]
     cuflash.forward_kvcache(k_cache=caches[0], v_cache=caches[1], **given)
+    latent = {x: y for x, y in given.items() if x != "v_new"}
+    columns = min(k.shape[-1], v.shape[-1])
+    cuflash.forward_kvcache(k_cache=caches[0], head_dim_v=columns, **latent)
     if given["q"].dtype == np.float64:
         return  # it has no float8 caches
     for scales in ((heads,), (count, heads)):

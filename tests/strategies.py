@@ -395,6 +395,9 @@ def kvcache_cases(draw, backend, dtype=None, float8=False, longest=150):
     bound = st.none() | st.sampled_from([0, 1, 16, 63, 300])
     splits = st.none() | st.sampled_from([1, 2, 5])
     scales = ["head"] if page_size is None else ["head", "page"]
+    latent = ["no"]
+    if head_dim_v <= head_dim and is_wide(backend, backend.name == "numpy"):
+        latent = ["no", "yes", "view"]
     return KVCase(
         dtype=dtype,
         before=tuple(before),
@@ -415,6 +418,7 @@ def kvcache_cases(draw, backend, dtype=None, float8=False, longest=150):
         rotary_dim=None if rotary is None else 2 * rotary,
         interleaved=draw(st.booleans()),
         scales=draw(st.sampled_from(scales)) if float8 else None,
+        latent=draw(st.sampled_from(latent)),
         scale=draw(st.sampled_from([None, 0.25, -0.1])),
         causal=draw(st.booleans()),
         window=draw(st.tuples(bound, bound)) if "window" in names else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import MAX_SPLITS, Problem
 
-from . import decode
+from . import decode, decode_latent
 from .kernel import Device, Maker, Plan
 from .rounding import ceil_div, round_up
 from .steps import LONGEST_RUN, is_linear, kernel_of, tile_bytes
@@ -33,11 +33,15 @@ _MERGE_TILES = 7
 
 def runs(problem: Problem) -> bool:
     """Whether the kernel can compute a problem at all, on sm_90a."""
+    if decode_latent.runs(problem):
+        return True
     return decode.runs(problem) and not decode.is_float8(problem)
 
 
 def has_rows(problem: Problem) -> bool:
     """Whether a key head has more rows than decode/forward.cu is fast for."""
+    if decode_latent.runs(problem):  # its head dimensions are too large
+        return True
     return decode.rows_of_head(problem) >= _FEWEST_ROWS
 
 
@@ -116,7 +120,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     rows = 64 if decode.rows_of_head(problem) <= 64 else 128
     used = tile.block_k * 3 // 4 + dv // 2
     most = _MOST_ACCUMULATORS[tile.blocks_per_sm]
-    return tile.block_q == rows and used <= most
+    warps = (tile.block_q // 64 + 1) * 4
+    return tile.block_q == rows and tile.num_warps == warps and used <= most
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:

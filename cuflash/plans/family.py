@@ -14,6 +14,7 @@ from cuflash import settings
 from cuflash.errors import UnsupportedError
 from cuflash.plans import (
     decode,
+    decode_latent,
     decode_simt,
     decode_sm90,
     fma,
@@ -139,6 +140,8 @@ def maker_of(problem: Problem, family: str) -> Maker:
     """What plans a family's kernels for the problem's direction."""
     if family == "sm90" and sm90.has_wide_heads(problem):
         return _WIDE_MAKERS[problem.direction]
+    if family == "decode_sm90" and decode_latent.runs(problem):
+        return decode_latent.FORWARD
     return _MAKERS[family][problem.direction]
 
 

@@ -186,6 +186,8 @@ def _decode_sm90() -> Iterator[Tile]:
     # Two blocks on an SM, each of which hides the other's ends.
     for blocks, k, stages in product((2, 1), (64, 128, 96, 80), (3, 2)):
         yield Tile(64, k, 8, blocks, stages, ptxas_level=3)
+    for stages in (3, 2):  # of latent attention, whose warpgroups have roles
+        yield Tile(64, 64, 16, num_stages=stages, ptxas_level=3)
 
 
 def _decode_simt() -> Iterator[Tile]:

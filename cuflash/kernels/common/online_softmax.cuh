@@ -64,6 +64,16 @@ __device__ __forceinline__ void weigh(
     for (int row = 0; row < ROWS; ++row) l[row] += sum[row];
 }
 
+// The maximum of one of the lane's two rows of a warpgroup's accumulator, half 0 or 1.
+template <int COUNT>
+__device__ __forceinline__ float row_max(const float (&s)[COUNT], int half) {
+    float most = s[half * 2];
+    #pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i)
+        most = fmaxf(fmaxf(most, s[i * 4 + half * 2]), s[i * 4 + half * 2 + 1]);
+    return quad_max(most);
+}
+
 // A lane's row of D C fragments: the upper one, or, of half 1, the lower.
 template <class Real, int D>
 __device__ __forceinline__ void rescale_row(Real (&acc)[D][4], int half, Real factor) {

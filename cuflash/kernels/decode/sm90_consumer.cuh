@@ -163,7 +163,7 @@ private:
         float reference[2];
         #pragma unroll
         for (int half = 0; half < 2; ++half)
-            reference[half] = raise_max(exp, m[half], l[half], fmaxf(m[half], row_max(half)),
+            reference[half] = raise_max(exp, m[half], l[half], fmaxf(m[half], row_max(s, half)),
                                         [&](float factor) { factors[half] = factor; });
         weigh_row<0>(exp, reference[0]);
         weigh_row<1>(exp, reference[1]);
@@ -197,14 +197,6 @@ private:
     static __device__ __forceinline__ float inverse_excess(float m, float scale_log2) {
         const float reference = finite_reference(m, scale_log2);
         return is_small(reference) ? exp2_approx(fmaf(-m, scale_log2, reference)) : 1.0f;
-    }
-    // The maximum of the lane's row of S.
-    __device__ __forceinline__ float row_max(int half) const {
-        float most = s[half * 2];
-        #pragma unroll
-        for (int i = 0; i < S_COUNT / 4; ++i)
-            most = fmaxf(fmaxf(most, s[i * 4 + half * 2]), s[i * 4 + half * 2 + 1]);
-        return quad_max(most);
     }
 
     // acc += P V of the NaN and infinities of a partly masked tile k of V, which the producer

@@ -3,10 +3,8 @@
 #include "sm90/forward_work.cuh"
 #include "sm90/wide_heads.cuh"
 
-// Columns of O that a value warpgroup sums, and of V that it loads at a time: ptxas refuses an MMA
-// of 256 columns in a kernel of 512 threads, which starts with 128 registers for each.
+// Columns of O that a value warpgroup sums.
 constexpr int LEFT_COLUMNS = left_columns(HEAD_DIM_V), RIGHT_COLUMNS = HEAD_DIM_V - LEFT_COLUMNS;
-constexpr int value_chunk(int columns) { return columns > 192 ? 128 : columns; }
 template <int COLUMNS> using ValueRing = ChunkRing<BLOCK_K, value_chunk(COLUMNS), STAGES>;
 
 using KeyRing = ChunkRing<BLOCK_K, sum_chunk(HEAD_DIM), KV_STAGES>;

@@ -1,4 +1,5 @@
-// What the kernels for head dimensions above 256 share (sm90/forward_wide.cu, backward_passes.cu).
+// What the kernels for head dimensions above 256 share (sm90/forward_wide.cu, backward_passes.cu,
+// decode/forward_latent.cu).
 // A score warpgroup computes a product A B^T of two tiles that sums over head_dim; two others each
 // have half of the columns of 64 rows of sums += W B, whose W the first one publishes in shared
 // memory. B comes in chunks of columns, through rings of stages that a producer thread fills.
@@ -18,6 +19,10 @@ constexpr int sum_chunk(int columns) {
 constexpr int left_columns(int columns) {
     return (columns / PANEL_COLUMNS + 1) / 2 * PANEL_COLUMNS;
 }
+
+// Columns of V of an MMA, of a half's: ptxas refuses one of 256 columns in a kernel of 512 threads,
+// which starts with 128 registers for each.
+constexpr int value_chunk(int columns) { return columns > 192 ? 128 : columns; }
 
 // Barriers of a ring. full: a producer thread arrives and the TMA unit adds a chunk's bytes. empty:
 // each warp of the warpgroup that reads arrives.
@@ -102,51 +107,20 @@ __device__ __forceinline__ void gemm_by_chunks(
 
 // ---- The warpgroup of a half ----
 
-// COLUMNS columns of 64 rows of sums, from first_column on. A chunk of B has Ring::COLUMNS columns.
-template <int COLUMNS, class Ring> struct ColumnHalf {
-    static constexpr int CHUNK = Ring::COLUMNS, CHUNKS = COLUMNS / CHUNK;
+// COLUMNS columns of 64 rows of sums, from first_column on, CHUNK at a time.
+template <int COLUMNS, int CHUNK_> struct HalfSums {
+    static constexpr int CHUNK = CHUNK_, CHUNKS = COLUMNS / CHUNK;
     static_assert(COLUMNS % CHUNK == 0, "whole chunks");
     using Sums = float[CHUNKS][CHUNK / 2];
 
     Sums& sums;                                             // not a member: as Fragments
-    Ring& ring;
-    typename Ring::Barriers& barriers;
     const int first_column;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % ROLE_WARPS;
     const int lane_row = warp * 16 + lane / 4;
-    typename Ring::State stage;
 
-    __device__ __forceinline__ ColumnHalf(
-        Sums& sums, Ring& ring, typename Ring::Barriers& barriers, int first_column)
-        : sums(sums), ring(ring), barriers(barriers), first_column(first_column) {}
+    __device__ __forceinline__ HalfSums(Sums& sums, int first_column)
+        : sums(sums), first_column(first_column) {}
 
-    // sums += W B, or sums = W B if not `accumulate`; W is a tile of 64 rows, or of 64 columns that
-    // are its transpose's rows.
-    template <bool TRANSPOSED = false, typename Element>
-    __device__ __forceinline__ void add_product(u64 w, bool accumulate, Element) {
-        const u64 b = descriptor(shared_address(&ring.stages), Ring::ROWS * PANEL_ROW_BYTES);
-        #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            mbarrier_wait(barrier_at(barriers.full, stage.index), stage.phase);
-            if (chunk == 0) fence_operands();
-            wgmma_fence();
-            const u64 of_chunk =
-                advance(b, stage.index * static_cast<int>(sizeof(ring.stages[0])));
-            if constexpr (TRANSPOSED)
-                gemm_atb_ss<Element, Ring::ROWS>(sums[chunk], w, of_chunk, accumulate);
-            else
-                gemm_ab_ss<Element, Ring::ROWS>(sums[chunk], w, of_chunk, accumulate);
-            wgmma_commit();
-            if (chunk > 0) {
-                wgmma_wait<1>();
-                mbarrier_arrive_if(lane == 0, barrier_at(barriers.empty, stage.previous()));
-            }
-            stage.next();
-        }
-        wgmma_wait<0>();
-        fence_operands();
-        mbarrier_arrive_if(lane == 0, barrier_at(barriers.empty, stage.previous()));
-    }
     __device__ __forceinline__ void fence_operands() {
         #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) warpgroup_fence_operand(sums[chunk]);
@@ -183,5 +157,47 @@ template <int COLUMNS, class Ring> struct ColumnHalf {
         for (int chunk = 0; chunk < CHUNKS; ++chunk)
             store_to_array(first + chunk * CHUNK, stride, sums[chunk], lane_row, num_rows,
                            num_columns - first_column - chunk * CHUNK, aligned);
+    }
+};
+
+// The same sums, whose B comes through a ring, in chunks of Ring::COLUMNS columns.
+template <int COLUMNS, class Ring> struct ColumnHalf : HalfSums<COLUMNS, Ring::COLUMNS> {
+    using Half = HalfSums<COLUMNS, Ring::COLUMNS>;
+
+    Ring& ring;
+    typename Ring::Barriers& barriers;
+    typename Ring::State stage;
+
+    __device__ __forceinline__ ColumnHalf(
+        typename Half::Sums& sums, Ring& ring, typename Ring::Barriers& barriers,
+        int first_column)
+        : Half(sums, first_column), ring(ring), barriers(barriers) {}
+
+    // sums += W B, or sums = W B if not `accumulate`; W is a tile of 64 rows, or of 64 columns that
+    // are its transpose's rows.
+    template <bool TRANSPOSED = false, typename Element>
+    __device__ __forceinline__ void add_product(u64 w, bool accumulate, Element) {
+        const u64 b = descriptor(shared_address(&ring.stages), Ring::ROWS * PANEL_ROW_BYTES);
+        #pragma unroll
+        for (int chunk = 0; chunk < Half::CHUNKS; ++chunk) {
+            mbarrier_wait(barrier_at(barriers.full, stage.index), stage.phase);
+            if (chunk == 0) this->fence_operands();
+            wgmma_fence();
+            const u64 of_chunk =
+                advance(b, stage.index * static_cast<int>(sizeof(ring.stages[0])));
+            if constexpr (TRANSPOSED)
+                gemm_atb_ss<Element, Ring::ROWS>(this->sums[chunk], w, of_chunk, accumulate);
+            else
+                gemm_ab_ss<Element, Ring::ROWS>(this->sums[chunk], w, of_chunk, accumulate);
+            wgmma_commit();
+            if (chunk > 0) {
+                wgmma_wait<1>();
+                mbarrier_arrive_if(this->lane == 0, barrier_at(barriers.empty, stage.previous()));
+            }
+            stage.next();
+        }
+        wgmma_wait<0>();
+        this->fence_operands();
+        mbarrier_arrive_if(this->lane == 0, barrier_at(barriers.empty, stage.previous()));
     }
 };
