@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
+from cuflash.request.options import acts
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
@@ -113,8 +114,8 @@ def _scores_twice(problem: Problem, which: int) -> bool:
     """
     if which == _DQ:
         return scores_twice(problem)
-    many = problem.bias is not None and problem.dropout > 0.0
-    return which == _DK and many and problem.softcap > 0.0
+    many = {"bends", "drops"} <= acts(problem) and problem.bias is not None
+    return which == _DK and many
 
 
 def _kernel(

@@ -94,8 +94,8 @@ PLACES = {
     "plans/sm90_jvp": ("the one that it has", "score_mod"),
     "plans/sm90": (
         "memory, registers",
-        "alibi_slopes bias dropout mask mask_mod return_dbias return_dmod"
-        " score_mod segment_ids softcap window",
+        "alibi_slopes bias mask mask_mod return_dbias return_dmod score_mod"
+        " segment_ids window",
     ),
     # What runs.
     "launch/attention": (
