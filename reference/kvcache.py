@@ -369,7 +369,8 @@ def forward_kvcache(
     """
     latent = v_cache is None
     if v_cache is None:
-        v_cache, v_scale = k_cache[..., :head_dim_v], k_scale
+        v_cache = k_cache[..., :head_dim_v]
+        v_scale = k_scale if v_scale is None else v_scale
     else:
         _check_values(k_new, v_new)
     _check_together(k_new, cache_seqlens, rotary_cos)

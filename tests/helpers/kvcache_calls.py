@@ -340,6 +340,8 @@ def run(backend, case, given):
     if case.latent == "view":
         columns = placed.pop("head_dim_v")
         placed["v_cache"] = placed["k_cache"][..., :columns]
+        if case.scales:
+            placed["v_scale"] = placed["k_scale"]
     with backend.running(case):
         results = cuflash.forward_kvcache(**placed, return_lse=True)
     caches = [backend.fetch(placed[x]) for x in CACHES if x in given]

@@ -221,7 +221,6 @@ def forward_kvcache(call: Call) -> tuple[np.ndarray, np.ndarray]:
     if p.kvcache and p.kvcache.latent:
         v_cache = None
         options |= {"head_dim_v": p.head_dim_v}
-        options.pop("v_scale", None)
     out, lse = kvcache.forward_kvcache(
         given["q"],
         as_float8(given["k_cache"]),
