@@ -72,7 +72,7 @@ def attention(
     seed: Any = None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention, differentiable twice, in reverse and forward mode.
+    """Exact attention, differentiable in reverse and forward mode.
 
     Works under `jax.jit`, `jax.grad`, `jax.jvp`, `jax.linearize`,
     `jax.hessian`, `jax.vmap`, `jax.checkpoint`, `jax.lax.scan` and
@@ -112,9 +112,8 @@ def attention(
     CuflashError
         In the same cases as `cuflash.forward`, when the call is traced; also
         if a Python value is a tracer, if float64 arrays are given without
-        ``jax_enable_x64``, for third derivatives, in forward mode over
-        forward mode, and for derivatives with respect to other arrays than
-        `q`, `k`, `v`, `bias` and `sink`.
+        ``jax_enable_x64``, and for derivatives with respect to other arrays
+        than `q`, `k`, `v`, `bias` and `sink`.
 
     See Also
     --------

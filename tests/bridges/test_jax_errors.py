@@ -88,20 +88,6 @@ def test_bad_seeds(seed):
         call(dropout=0.5, seed=jax.numpy.asarray(seed))
 
 
-def test_forward_mode_twice():
-    with pytest.raises(UnsupportedError, match="forward mode twice"):
-        jax.jacfwd(jax.jacfwd(lambda q: call(q=q).sum()))(Q)
-
-
-def test_third_derivatives():
-    def gradient(function):
-        return lambda q: jax.grad(function)(q).sum()
-
-    third = gradient(gradient(gradient(lambda q: (call(q=q) ** 2).sum())))
-    with pytest.raises(UnsupportedError, match="third derivatives"):
-        third(Q)
-
-
 def test_a_tangent_of_slopes():
     slopes = options()["slopes"]["alibi_slopes"]
     words = "alibi_slopes is differentiated, expected one of q, k"
