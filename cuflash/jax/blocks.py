@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cuflash.request.traced import is_named
+
 from . import philox
+from .evaluate import evaluate
 
 # Scores of a block, unless one query has more.
 _MOST = 2**23
@@ -146,7 +149,20 @@ class _Call(NamedTuple):
         bias = self.given.get("bias")
         if bias is not None:
             s = s + _of_rows(bias, token).astype(s.dtype)
-        return s
+        return self._by_function("score_mod", s, pairs)
+
+    def _by_function(self, role: str, x: Any, pairs: _Pairs) -> Any:
+        """What a user's function makes of scores, or its mask."""
+        root = self.asked.get(role)
+        if root is None:
+            return x
+        return evaluate(
+            root,
+            {**pairs._asdict(), "score": x},
+            [y for n, y in self.given.items() if is_named(n)],
+            [*self.asked.get("mod_arrays", {}).values()],
+            self.given["k"].dtype,
+        )
 
     def _visible(self, token: Any, pairs: _Pairs) -> Any:
         left, right = self.asked.get("window", (None, None))
@@ -159,6 +175,7 @@ class _Call(NamedTuple):
             seen &= pairs.offset <= right
         if self.places.sequence_q is not None:
             seen &= pairs.b == self.places.sequence_k
+        seen &= self._by_function("mask_mod", True, pairs)
         mask = self.given.get("mask")
         if mask is not None:
             seen &= _of_rows(mask, token)

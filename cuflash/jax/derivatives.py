@@ -5,7 +5,7 @@
     gradients  - tangent ->  gradients_tangent - transposed -> second_gradients
 
 All further ones, and the value of second_tangent (forward mode over forward
-mode), are XLA's, of `blocks.attend`.
+mode), are those of `by_xla`.
 
 With f = <dout, out> + <dlse, lse>, gradients are those of f, and their tangent
 is the Hessian of f times x', and the gradients of dout' and dlse'. A Hessian
@@ -25,9 +25,10 @@ from jax.interpreters import ad, mlir
 
 from cuflash.errors import UnsupportedError
 from cuflash.request.options import MOVED
+from cuflash.request.traced import is_named
 from cuflash.request.vmap import Names
 
-from . import blocks
+from . import by_xla
 from .calls import Asked
 from .primitives import (
     attention_p,
@@ -47,7 +48,7 @@ def _moved(names: Names, tangents: Sequence[Any]) -> dict[str, Any]:
         if type(tangent) is not ad.Zero
     }
     for name in moved:
-        if name not in MOVED:
+        if name not in MOVED and not is_named(name):
             raise UnsupportedError(
                 f"{name} is differentiated, expected one of "
                 f"{', '.join(MOVED)}: cuflash has no gradient of "
@@ -259,104 +260,8 @@ def _gradients_tangent_transpose(
 # ---- Further derivatives, by XLA ----
 
 
-def _attend(
-    fixed: dict[str, Any], asked: Asked, return_lse: bool
-) -> Callable[[dict[str, Any]], list[Any]]:
-    """Attention as a function of some of its arrays."""
-    return lambda moving: blocks.attend({**fixed, **moving}, dict(asked))[
-        : 1 + return_lse
-    ]
-
-
-def _pushed(
-    function: Callable[..., Any], at: dict[str, Any], moved: dict[str, Any]
-) -> Any:
-    """The tangent of a function, where some of its arrays move."""
-    zeros = {x: jax.numpy.zeros_like(at[x]) for x in at if x not in moved}
-    return jax.jvp(function, (at,), ({**zeros, **moved},))[1]
-
-
-def _second_tangent(
-    *operands: Any,
-    names: Names,
-    wrt: Names,
-    moved: Names,
-    asked: Asked,
-    return_lse: bool,
-    several: bool,
-) -> list[Any]:
-    """The second derivative of attention along two tangents."""
-    n, m = len(wrt), len(wrt) + len(moved)
-    second = dict(zip(wrt, operands, strict=False))
-    fixed = dict(zip(names, operands[m:-2], strict=True))
-    point = {x: fixed[x] for x in dict.fromkeys((*wrt, *moved))}
-    function = _attend(fixed, asked, return_lse)
-
-    def along(first: list[Any]) -> list[Any]:
-        tangents = dict(zip(moved, first, strict=True))
-        found: list[Any] = _pushed(
-            lambda x: _pushed(function, x, tangents), point, second
-        )
-        return found
-
-    results: list[Any] = _each(along, several)([*operands[n:m]])
-    return results
-
-
-def _second_gradients(
-    *operands: Any,
-    names: Names,
-    asked: Asked,
-    moved: Names,
-    wrt: Names,
-    has_dlse: bool,
-) -> list[Any]:
-    """The gradients of <dout, out'> + <dlse, lse'>."""
-    n, m = len(moved), len(moved) + 1 + has_dlse
-    tangents = dict(zip(moved, operands, strict=False))
-    fixed = dict(zip(names, operands[m:-2], strict=True))
-    function = _attend(fixed, asked, has_dlse)
-    frozen = {x: fixed[x] for x in moved if x not in wrt}
-
-    def pushed(point: dict[str, Any]) -> Any:
-        return _pushed(function, {**frozen, **point}, tangents)
-
-    point = {x: fixed[x] for x in wrt}
-    values, pull = jax.vjp(pushed, point)
-    (found,) = pull([*operands[n:m]])
-    return [*(found[x] for x in wrt), *values]
-
-
-def _gradients_tangent(
-    *operands: Any,
-    names: Names,
-    asked: Asked,
-    moved: Names,
-    wrt: Names,
-    has_dlse: bool,
-) -> list[Any]:
-    """The tangent of the gradients."""
-    n, m = len(moved), len(moved) + 1 + has_dlse
-    tangents = dict(zip(moved, operands, strict=False))
-    fixed = dict(zip(names, operands[m:-2], strict=True))
-    function = _attend(fixed, asked, has_dlse)
-    arrays = dict(zip(("out", "lse"), operands[n:m], strict=False))
-    arrays |= {
-        x: fixed[x] for x in dict.fromkeys((*wrt, *moved)) if x in fixed
-    }
-
-    def gradients(given: dict[str, Any]) -> list[Any]:
-        inner = {x: y for x, y in given.items() if x not in ("out", "lse")}
-        cotangents = [given[x] for x in ("out", "lse") if x in given]
-        (found,) = jax.vjp(function, inner)[1](cotangents)
-        return [found[x] for x in wrt]
-
-    found: list[Any] = _pushed(gradients, arrays, tangents)
-    return found
-
-
 def _jvp_by_xla(
-    primitive: Any, by_xla: Callable[..., list[Any]], num_linear: Any
+    primitive: Any, value: Callable[..., list[Any]], num_linear: Any
 ) -> Any:
     """The rule of a primitive that is linear in its first operands.
 
@@ -378,14 +283,14 @@ def _jvp_by_xla(
             if i >= n and type(x) is not ad.Zero
         }
         if at:
-            parts.append(_along(by_xla, operands, at, params))
+            parts.append(_along(value, operands, at, params))
         return results, _sum(parts, results)
 
     return rule
 
 
 def _along(
-    by_xla: Callable[..., list[Any]],
+    value: Callable[..., list[Any]],
     operands: Sequence[Any],
     tangents: dict[int, Any],
     params: dict[str, Any],
@@ -396,7 +301,7 @@ def _along(
         given = [*operands]
         for i, x in zip(tangents, moving, strict=True):
             given[i] = x
-        return by_xla(*given, **params)
+        return value(*given, **params)
 
     point = tuple(operands[i] for i in tangents)
     found: list[Any] = jax.jvp(function, point, tuple(tangents.values()))[1]
@@ -407,19 +312,22 @@ ad.primitive_jvps[attention_p] = _attention_jvp
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_jvps[gradients_p] = _gradients_jvp
 ad.primitive_jvps[second_tangent_p] = _jvp_by_xla(
-    second_tangent_p, _second_tangent, lambda wrt, **_: len(wrt)
+    second_tangent_p, by_xla.second_tangent, lambda wrt, **_: len(wrt)
 )
 ad.primitive_jvps[gradients_tangent_p] = _jvp_by_xla(
-    gradients_tangent_p, _gradients_tangent, lambda moved, **_: len(moved)
+    gradients_tangent_p,
+    by_xla.gradients_tangent,
+    lambda moved, **_: len(moved),
 )
 ad.primitive_jvps[second_gradients_p] = _jvp_by_xla(
-    second_gradients_p, _second_gradients, lambda moved, **_: len(moved)
+    second_gradients_p, by_xla.second_gradients, lambda moved, **_: len(moved)
 )
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[second_tangent_p] = _second_tangent_transpose
 ad.primitive_transposes[gradients_tangent_p] = _gradients_tangent_transpose
 mlir.register_lowering(
-    second_tangent_p, mlir.lower_fun(_second_tangent, multiple_results=True)
+    second_tangent_p,
+    mlir.lower_fun(by_xla.second_tangent, multiple_results=True),
 )
 mlir.register_lowering(
     gradients_tangent_p,

@@ -171,10 +171,3 @@ def test_with_an_old_jax():
         "ImportError: cuflash.jax needs JAX 0.10 or newer, found "
         f'{jax.__version__}: pip install "cuflash[jax]"'
     )
-
-
-def test_there_is_no_cache_of_jax_arrays():
-    with pytest.raises(AttributeError, match="a JAX array cannot be written"):
-        _ = cuflash.jax.forward_kvcache
-    with pytest.raises(AttributeError, match="no attribute 'forwards'$"):
-        _ = cuflash.jax.forwards
