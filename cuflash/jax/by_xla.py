@@ -112,34 +112,3 @@ def gradients_tangent(
 
     found: list[Any] = _pushed(gradients, arrays, tangents)
     return found
-
-
-def tangent(
-    *operands: Any,
-    names: Names,
-    wrt: Names,
-    asked: Asked,
-    return_lse: bool,
-    several: bool,
-) -> list[Any]:
-    """The tangent of attention."""
-    n = len(wrt)
-    fixed = dict(zip(names, operands[n:-2], strict=True))
-    point = {x: fixed[x] for x in wrt}
-    function = _attend(fixed, asked, return_lse)
-
-    def along(first: list[Any]) -> list[Any]:
-        moved = dict(zip(wrt, first, strict=True))
-        found: list[Any] = _pushed(function, point, moved)
-        return found
-
-    if several:
-        along = jax.vmap(along)
-    return along([*operands[:n]])
-
-
-# By the direction that a kernel computes otherwise.
-BY_DIRECTION: dict[str, Callable[..., list[Any]]] = {
-    "jvp": tangent,
-    "double_backward": second_gradients,
-}

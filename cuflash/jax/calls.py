@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from cuflash.errors import DTypeError
 from cuflash.plans import plan
-from cuflash.request import checks, traced
-from cuflash.request.options import ARRAYS, MOVED
+from cuflash.request import checks, mod_tangents, traced
+from cuflash.request.options import MOVED
 from cuflash.request.problem import Call
 from cuflash.request.readout import READOUT_GRADIENTS
 from cuflash.request.validate import attention as validate
@@ -22,7 +22,6 @@ from cuflash.request.validate import readouts as validate_readouts
 from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
 from cuflash.request.vmap import Names
 
-from . import functions
 from .abstract import Abstract
 
 Asked: TypeAlias = tuple[tuple[str, Any], ...]  # (argument, value)
@@ -64,8 +63,6 @@ class Traced(NamedTuple):
         Operands that the call does not take.
     updated : tuple of str
         Operands that the call writes to, the last of the results.
-    by_xla : bool
-        Whether no kernel makes it: `by_xla` does.
     """
 
     validate: Callable[..., Call]
@@ -75,7 +72,6 @@ class Traced(NamedTuple):
     results: Names
     unread: Names = ()
     updated: Names = ()
-    by_xla: bool = False
 
     def named(self, operands: Collection[Any]) -> dict[str, Any]:
         """The arrays that the call takes, by name."""
@@ -92,8 +88,6 @@ class Traced(NamedTuple):
         if "seed" in given:
             _check_seed(given.pop("seed"))
             arguments = {**arguments, "seed": 0}
-        if self.by_xla:
-            return validate.forward(**_of_forward(given, arguments))
         call = self.validate(**given, **arguments)
         plan.check(call.problem)
         return call
@@ -116,7 +110,7 @@ def backward(names: Names, asked: Asked, wrt: Names, has_dlse: bool) -> Traced:
     given |= {f"return_d{name}": True for name in _moving_options(wrt)}
     read = [x for x in names if x in wrt and traced.is_named(x)]
     if read:
-        given |= [traced.gradients_of(read)]
+        given |= [mod_tangents.gradients_of(read)]
     returned = ("q", "k", "v", *_moving_options(wrt), *read)
     return Traced(
         validate.backward,
@@ -136,11 +130,10 @@ def tangent(
     return Traced(
         validate_derivatives.jvp,
         given | {"return_lse": return_lse},
-        (*(TANGENTS.get(x, f"{x}_dot") for x in wrt), *names, "out", "lse"),
+        (*_named(wrt, TANGENTS, "mod_dots"), *names, "out", "lse"),
         (*("out", "lse")[: 1 + return_lse], *results),
         results,
         unread=("out", "lse"),
-        by_xla=functions.has_functions(dict(asked)),
     )
 
 
@@ -155,18 +148,20 @@ def second_gradients(
     given |= {f"return_d2{name}": True for name in _moving_options(wrt)}
     if has_dlse:
         given["return_ddlse"] = True
-    options = (f"d2{name}" for name in _moving_options(wrt))
+    read = [x for x in names if x in wrt and traced.is_named(x)]
+    if read:
+        given |= [mod_tangents.gradients_of(read, "return_d2mod")]
+    options = (f"d2{name}" for name in (*_moving_options(wrt), *read))
     ddlse = ("ddlse",) * has_dlse
     return Traced(
         validate_derivatives.double_backward,
         given,
         (
-            *(COTANGENTS.get(x, f"dd{x}") for x in moved),
+            *_named(moved, COTANGENTS, "ddmods"),
             *_gradient_inputs(names, has_dlse),
         ),
         ("d2q", "d2k", "d2v", "ddout", *options, *ddlse),
         (*(f"d2{name}" for name in wrt), "ddout", *ddlse),
-        by_xla=functions.has_functions(dict(asked)),
     )
 
 
@@ -197,18 +192,10 @@ def kvcache(names: Names, asked: Asked, return_lse: Any) -> Traced:
     )
 
 
-def _of_forward(
-    given: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What `cuflash.forward` takes of a call of another direction."""
-    arrays = {
-        x: y for x, y in given.items()
-        if x in ("q", "k", "v", *ARRAYS) or traced.is_named(x)
-    }  # fmt: skip
-    return arrays | {
-        x: y for x, y in arguments.items()
-        if x != "deterministic" and not x.startswith("return_")
-    }  # fmt: skip
+def _named(wrt: Names, names: Mapping[str, str], argument: str) -> Names:
+    """The operands that are tangents of the arrays `wrt`."""
+    none = dict.fromkeys(wrt)
+    return tuple(mod_tangents.tangents_named(none, names, argument))
 
 
 def _without(asked: Asked, names: Collection[str]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from cuflash.api import derivatives as api_derivatives
 from cuflash.api import kvcache as api_kvcache
 from cuflash.api import readout as api_readout
 from cuflash.api import readout_gradients as api_readout_gradients
+from cuflash.request.mod_tangents import joined_tangents
 from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
 
-from . import by_xla, functions
+from . import functions
 from .calls import Traced
 from .primitives import MADE_BY
 
@@ -60,14 +61,18 @@ def _callback(call: Traced) -> Callback:
         arrays |= {name: into.pop(name) for name in call.updated}
         placed = {name: into[name] for name in in_place if name in into}
         arguments = dict(call.arguments)
+        arguments |= joined_tangents(arrays)
         functions.with_arrays(arrays, arguments)
         if "chosen" in arrays:  # as `weight_sums` calls flags
             arrays["queries"] = arrays.pop("chosen")
         api = getattr(module, direction)
         found = api(**arrays, **placed, **arguments)
         found = found if isinstance(found, tuple) else (found,)
-        if isinstance(found[-1], dict):  # the gradients of `mod_arrays`
-            found = *found[:-1], *found[-1].values()
+        found = [
+            y
+            for x in found  # gradients of `mod_arrays` are a dict
+            for y in (x.values() if isinstance(x, dict) else (x,))
+        ]
         for name, x in zip(call.returned, found, strict=True):
             if name in into and name not in placed:
                 into[name][...] = x
@@ -78,8 +83,6 @@ def _callback(call: Traced) -> Callback:
 def _lower(traced: Callable[..., Traced]) -> mlir.LoweringRule:
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
         made = traced(**params)
-        if made.by_xla:
-            return lowered_by_xla(made, context, operands, params)
         first = len(made.results) - len(made.updated)
         call = buffer_callback(
             _callback(made),
@@ -93,15 +96,6 @@ def _lower(traced: Callable[..., Traced]) -> mlir.LoweringRule:
         return lower(context, *operands)
 
     return rule
-
-
-def lowered_by_xla(
-    made: Traced, context: Any, operands: Any, params: Any
-) -> Any:
-    """A call that no kernel makes."""
-    value = by_xla.BY_DIRECTION[made.validate.__name__]
-    lower = mlir.lower_fun(value, multiple_results=True)
-    return lower(context, *operands, **params)
 
 
 def register() -> None:

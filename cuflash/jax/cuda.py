@@ -23,7 +23,6 @@ from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
 
 from .abstract import Abstract, abstract_all
 from .calls import Traced
-from .cpu import lowered_by_xla
 from .machine import Cuda, Machine
 from .primitives import MADE_BY
 from .recording import Recording, record
@@ -182,12 +181,9 @@ def lowering(
     """The lowering of a primitive that makes a call."""
 
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
-        made = traced(**params)
-        if made.by_xla:
-            return lowered_by_xla(made, context, operands, params)
         results = functools.partial(
             _results,
-            call=made,
+            call=traced(**params),
             avals=context.avals_out,
             machine=machine,
         )

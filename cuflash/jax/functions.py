@@ -146,14 +146,9 @@ def of_batch(asked: Mapping[str, Any]) -> bool:
     return any("b" in asked[x].depends for x in _ROLES if x in asked)
 
 
-def has_functions(asked: Mapping[str, Any]) -> bool:
-    """Whether a call has any."""
-    return any(x in asked for x in _ROLES)
-
-
 def with_arrays(arrays: dict[str, Any], asked: dict[str, Any]) -> None:
     """Move what graphs read from a call's arrays to its options."""
     own = {x: arrays.pop(x) for x in [*arrays] if traced.is_named(x)}
-    if has_functions(asked):
+    if any(x in asked for x in _ROLES):
         values = asked.get("mod_arrays", {})
         asked |= traced.of_slots(own, values, [*values.values()])

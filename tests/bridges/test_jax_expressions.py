@@ -84,7 +84,7 @@ def call_of(name):
         arrays = {"table": table, "ids": jnp.asarray(IDS), "rate": rate}
         return attention(
             q, k, v, score_mod=score, mask_mod=mask, mod_arrays=arrays,
-            return_lse=True,
+            return_lse=True, deterministic=True,
         )  # fmt: skip
 
     return call
@@ -122,15 +122,46 @@ def test_the_kernels_have_the_same_bits():
         out, lse = map(np.asarray, got)
         *expected, dmod = cuflash.backward(
             out, *arrays, out, lse, dlse=lse, return_dmod=("table",),
-            **options_of(table),
+            deterministic=True, **options_of(table),
         )  # fmt: skip
     for x, y in zip(got, wanted, strict=True):
         # Five sums of products of numbers up to 10, and exp.
         assert_allclose(x, y, "result", atol=40 * 2.0**-24 * 10)
     for x, y in zip(gradients[:3], expected, strict=True):
         assert_same(x, y)
-    # Sums of a table's elements have no order: 24 terms up to 10.
-    assert_allclose(gradients[3], dmod["table"], "dtable", atol=1e-4)
+    assert_same(gradients[3], dmod["table"])
+
+
+@needs_compiler
+def test_tangents_and_second_gradients_are_those_of_the_kernels():
+    given, table = case("float32")
+    point = (*given.values(), table)
+    moved = tuple(on_cpu(normal(*x.shape, seed=8)) for x in point)
+    arrays = [*map(np.asarray, given.values())]
+    dots = dict(zip(("q", "k", "v"), map(np.asarray, moved), strict=False))
+
+    def gradients(*x):
+        return jax.vjp(call_of("numpy"), *x)[1](douts)
+
+    with by_the_driver("sm_80"):
+        douts, tangents = jax.jvp(call_of("numpy"), point, moved)
+        *wanted, out_dot, lse_dot = cuflash.jvp(
+            *arrays, **{f"{n}_dot": x for n, x in dots.items()},
+            mod_dots={"table": np.asarray(moved[3])}, return_lse=True,
+            **options_of(table),
+        )  # fmt: skip
+        found = jax.jit(lambda *x: jax.vjp(gradients, *x)[1](moved))(*point)
+        dout, dlse = map(np.asarray, douts)
+        *seconds, d2mod = cuflash.double_backward(
+            *dots.values(), dout, *arrays, *wanted, dlse=dlse,
+            ddmods={"table": np.asarray(moved[3])}, return_d2mod=("table",),
+            deterministic=True, **options_of(table),
+        )  # fmt: skip
+    for x, y in zip(tangents, (out_dot, lse_dot), strict=True):
+        assert_same(x, y)
+    for x, y in zip(found[:3], seconds[:3], strict=True):
+        assert_same(x, y)
+    assert_same(found[3], d2mod["table"])
 
 
 @pytest.mark.parametrize("name", PAIRS)
