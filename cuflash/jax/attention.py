@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import jax
-import numpy as np
 
 from cuflash import settings
 from cuflash.api import foreign_names
@@ -140,9 +139,7 @@ def attention(
     settings.check()
     read: dict[str, Any] = {}
     if numbers:
-        double = getattr(q, "dtype", None) == np.float64
-        wide = np.dtype("float64" if double else "float32")
-        read = functions.take(numbers, arrays, wide)
+        read = functions.take(numbers, arrays, functions.wide_of(q))
     given: dict[str, Any] = {"q": q, "k": k, "v": v, **arrays, **read}
     if isinstance(seed, jax.Array):
         given["seed"] = seed

@@ -87,7 +87,8 @@ def _readout_rule(
         for x, axis in zip(operands, axes, strict=True)
     ]
     wrt = ("q", "k", "lse")
-    if not is_folded(names, mapped, False, wrt):
+    of_batch = functions.of_batch(dict(params["asked"]))
+    if not is_folded(names, mapped, of_batch, wrt):
         results = _one_by_one(bind, front, mapped)
         return results, [0] * len(results)
     size = front[mapped.index(True)].shape[0]

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from cuflash.errors import ExpressionError
 from cuflash.expressions import nodes, trace
 from cuflash.expressions.nodes import Kind, Node
@@ -75,6 +77,12 @@ def take(
     values = tuple([(n, type(x)) for n, x in numbers.items()])
     traced.given_of(_described(found), values)  # checks dtypes and counts
     return found
+
+
+def wide_of(q: Any) -> np.dtype:
+    """The dtype of scores."""
+    is_double = getattr(q, "dtype", None) == np.float64
+    return np.dtype("float64" if is_double else "float32")
 
 
 def _described(arrays: Mapping[str, Any]) -> tuple[tuple, ...]:

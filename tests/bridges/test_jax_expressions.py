@@ -9,8 +9,8 @@ from jax.test_util import check_grads  # noqa: E402
 from jax_data import assert_same, inputs, normal, on_cpu  # noqa: E402
 from jax_machines import by_the_driver  # noqa: E402
 
-import cuflash  # noqa: E402
-from cuflash.errors import ExpressionError  # noqa: E402
+import cuflash.jax  # noqa: E402
+from cuflash.errors import ExpressionError, UnsupportedError  # noqa: E402
 from cuflash.jax import attention  # noqa: E402
 from helpers.compare import assert_allclose  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
@@ -194,6 +194,31 @@ def test_vmap_of_gradients(name):
             for x, y in zip(got, gradients(q), strict=True):
                 # Sums of 24 terms up to 10, in another order.
                 assert_allclose(x[i], y, "x", atol=24 * 10 * 2.0**-53)
+
+
+@pytest.mark.parametrize("name", ["weights", "weight_sums", "entropy"])
+def test_readouts_take_functions(name):
+    given, table = case("float32")
+    q, k, _ = given.values()
+    _, lse = call_of("jax")(*given.values(), table)
+    arrays = {"table": table, "ids": jnp.asarray(IDS), "rate": 0.5}
+    read = getattr(cuflash.jax, name)
+
+    def call(q, table):
+        return read(
+            q, k, lse, score_mod=jax_score, mask_mod=jax_mask,
+            mod_arrays=arrays | {"table": table},
+        )  # fmt: skip
+
+    wanted = getattr(cuflash, name)(
+        *map(np.asarray, (q, k, lse)), **options_of(table)
+    )
+    # Weights below 1, of scores with ten roundings below 20.
+    got = call(q, table)
+    assert_allclose(got, wanted, "got", atol=4 * 10 * 20 * 2.0**-24)
+    words = "no gradient of mod_arrays"
+    with pytest.raises(UnsupportedError, match=words):
+        jax.grad(lambda t: call(q, t).sum())(table)
 
 
 # ---- What a jaxpr may hold ----
