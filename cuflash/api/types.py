@@ -167,6 +167,7 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
     class JaxOptions(
         OptionsOf[jax.typing.ArrayLike, int | jax.Array],
         _Attention,
+        Traced,
         total=False,
     ):
         """The keywords of `cuflash.jax.attention`, but for return_lse."""

@@ -78,7 +78,7 @@ class Given:
 # ---- Errors ----
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
     """Whether code of that file is the user's; typed text is, as <stdin>."""
     if file.startswith(("<__array_function__", "<frozen ")):
         return False
@@ -94,7 +94,7 @@ def _place() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             return f"{file}, line {frame.f_lineno}"
         frame = frame.f_back
     return "unknown place"
@@ -703,12 +703,17 @@ def record(
     return _result(result, role, at), frozenset(keywords)
 
 
+def result(node: Node, role: str, function: Any) -> Node:
+    """A graph that was made without symbols, of the role's kind."""
+    return _result(Symbol(node), role, _where(function, role))
+
+
 def _of_failure(error: Exception, at: str) -> str:
     """What a function raised, and where; NumPy hides what a symbol says."""
     place, trace = at, error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             place = f"{file}, line {trace.tb_lineno}"
         trace = trace.tb_next
     advice = ""

@@ -9,10 +9,10 @@ import jax
 from cuflash import settings
 from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
-from cuflash.request.options import UNTRACED
+from cuflash.request.options import FORWARD
 from cuflash.request.problem import strip, strip_lse
 
-from . import batching, calls, cpu, cuda, derivatives  # noqa: F401  (rules)
+from . import batching, calls, cpu, cuda, derivatives, functions  # noqa: F401  (rules)
 from .abstract import abstract_all
 from .arguments import check_offsets, equally_varying, full, with_int32
 from .calls import Asked, asked_of
@@ -55,7 +55,7 @@ def attention(
     return_lse: bool,
     **options: Unpack[JaxOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@foreign_names.our_names(_NAME, UNTRACED, "ArrayLike | None")
+@foreign_names.our_names(_NAME, FORWARD, "ArrayLike | None")
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -72,7 +72,7 @@ def attention(
     seed: Any = None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention, differentiable twice, in reverse and forward mode.
+    """Exact attention, differentiable in reverse and forward mode.
 
     Works under `jax.jit`, `jax.grad`, `jax.jvp`, `jax.linearize`,
     `jax.hessian`, `jax.vmap`, `jax.checkpoint`, `jax.lax.scan` and
@@ -112,9 +112,8 @@ def attention(
     CuflashError
         In the same cases as `cuflash.forward`, when the call is traced; also
         if a Python value is a tracer, if float64 arrays are given without
-        ``jax_enable_x64``, for third derivatives, in forward mode over
-        forward mode, and for derivatives with respect to other arrays than
-        `q`, `k`, `v`, `bias` and `sink`.
+        ``jax_enable_x64``, and for derivatives with respect to other arrays
+        than `q`, `k`, `v`, `bias`, `sink` and those that functions read.
 
     See Also
     --------
@@ -138,7 +137,10 @@ def attention(
     """
     numbers, arrays = split_options(_NAME, options, positional)
     settings.check()
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, **arrays}
+    read: dict[str, Any] = {}
+    if numbers:
+        read = functions.take(numbers, arrays, functions.wide_of(q))
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, **arrays, **read}
     if isinstance(seed, jax.Array):
         given["seed"] = seed
     elif seed is not None:

@@ -18,6 +18,7 @@ from jax.interpreters import batching
 
 from cuflash.request.vmap import Fold, Names, is_folded
 
+from . import functions
 from .primitives import (
     attention_p,
     gradients_p,
@@ -86,7 +87,8 @@ def _readout_rule(
         for x, axis in zip(operands, axes, strict=True)
     ]
     wrt = ("q", "k", "lse")
-    if not is_folded(names, mapped, False, wrt):
+    of_batch = functions.of_batch(dict(params["asked"]))
+    if not is_folded(names, mapped, of_batch, wrt):
         results = _one_by_one(bind, front, mapped)
         return results, [0] * len(results)
     size = front[mapped.index(True)].shape[0]
@@ -147,8 +149,9 @@ def _rule(
     ]
     mapped = [axis is not None for axis in axes]
     wrt = tuple({*inputs[:num_moved], *outputs} - {"out", "lse"})
-    has_dropout = "dropout" in dict(params["asked"])
-    if not is_folded(inputs, mapped, has_dropout, wrt):
+    asked = dict(params["asked"])
+    of_batch = "dropout" in asked or functions.of_batch(asked)
+    if not is_folded(inputs, mapped, of_batch, wrt):
         results = _one_by_one(bind, front, mapped)
         return results, [0] * len(results)
     given = dict(zip(inputs, front, strict=True))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from cuflash.errors import DTypeError
 from cuflash.plans import plan
-from cuflash.request import checks
+from cuflash.request import checks, mod_tangents, traced
 from cuflash.request.options import MOVED
 from cuflash.request.problem import Call
 from cuflash.request.readout import READOUT_GRADIENTS
@@ -108,11 +108,15 @@ def backward(names: Names, asked: Asked, wrt: Names, has_dlse: bool) -> Traced:
     """`cuflash.backward` for the gradients of the arrays `wrt`."""
     given = _without(asked, _FORWARD_ONLY)
     given |= {f"return_d{name}": True for name in _moving_options(wrt)}
+    read = [x for x in names if x in wrt and traced.is_named(x)]
+    if read:
+        given |= [mod_tangents.gradients_of(read)]
+    returned = ("q", "k", "v", *_moving_options(wrt), *read)
     return Traced(
         validate.backward,
         given,
         _gradient_inputs(names, has_dlse),
-        tuple(f"d{name}" for name in ("q", "k", "v", *_moving_options(wrt))),
+        tuple(f"d{name}" for name in returned),
         tuple(f"d{name}" for name in wrt),
     )
 
@@ -126,7 +130,7 @@ def tangent(
     return Traced(
         validate_derivatives.jvp,
         given | {"return_lse": return_lse},
-        (*(TANGENTS[x] for x in wrt), *names, "out", "lse"),
+        (*_named(wrt, TANGENTS, "mod_dots"), *names, "out", "lse"),
         (*("out", "lse")[: 1 + return_lse], *results),
         results,
         unread=("out", "lse"),
@@ -144,12 +148,18 @@ def second_gradients(
     given |= {f"return_d2{name}": True for name in _moving_options(wrt)}
     if has_dlse:
         given["return_ddlse"] = True
-    options = (f"d2{name}" for name in _moving_options(wrt))
+    read = [x for x in names if x in wrt and traced.is_named(x)]
+    if read:
+        given |= [mod_tangents.gradients_of(read, "return_d2mod")]
+    options = (f"d2{name}" for name in (*_moving_options(wrt), *read))
     ddlse = ("ddlse",) * has_dlse
     return Traced(
         validate_derivatives.double_backward,
         given,
-        (*(COTANGENTS[x] for x in moved), *_gradient_inputs(names, has_dlse)),
+        (
+            *_named(moved, COTANGENTS, "ddmods"),
+            *_gradient_inputs(names, has_dlse),
+        ),
         ("d2q", "d2k", "d2v", "ddout", *options, *ddlse),
         (*(f"d2{name}" for name in wrt), "ddout", *ddlse),
     )
@@ -180,6 +190,12 @@ def kvcache(names: Names, asked: Asked, return_lse: Any) -> Traced:
         (*returned, *updated),
         updated=updated,
     )
+
+
+def _named(wrt: Names, names: Mapping[str, str], argument: str) -> Names:
+    """The operands that are tangents of the arrays `wrt`."""
+    none = dict.fromkeys(wrt)
+    return tuple(mod_tangents.tangents_named(none, names, argument))
 
 
 def _without(asked: Asked, names: Collection[str]) -> dict[str, Any]:

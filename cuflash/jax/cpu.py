@@ -16,8 +16,10 @@ from cuflash.api import derivatives as api_derivatives
 from cuflash.api import kvcache as api_kvcache
 from cuflash.api import readout as api_readout
 from cuflash.api import readout_gradients as api_readout_gradients
+from cuflash.request.mod_tangents import joined_tangents
 from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
 
+from . import functions
 from .calls import Traced
 from .primitives import MADE_BY
 
@@ -58,11 +60,19 @@ def _callback(call: Traced) -> Callback:
         into = dict(named)
         arrays |= {name: into.pop(name) for name in call.updated}
         placed = {name: into[name] for name in in_place if name in into}
+        arguments = dict(call.arguments)
+        arguments |= joined_tangents(arrays)
+        functions.with_arrays(arrays, arguments)
         if "chosen" in arrays:  # as `weight_sums` calls flags
             arrays["queries"] = arrays.pop("chosen")
         api = getattr(module, direction)
-        found = api(**arrays, **placed, **call.arguments)
+        found = api(**arrays, **placed, **arguments)
         found = found if isinstance(found, tuple) else (found,)
+        found = [
+            y
+            for x in found  # gradients of `mod_arrays` are a dict
+            for y in (x.values() if isinstance(x, dict) else (x,))
+        ]
         for name, x in zip(call.returned, found, strict=True):
             if name in into and name not in placed:
                 into[name][...] = x

@@ -4,6 +4,9 @@
     tangent    - of x    ->  second_tangent  - transposed ->  second_gradients
     gradients  - tangent ->  gradients_tangent - transposed -> second_gradients
 
+All further ones, and the value of second_tangent (forward mode over forward
+mode), are those of `by_xla`.
+
 With f = <dout, out> + <dlse, lse>, gradients are those of f, and their tangent
 is the Hessian of f times x', and the gradients of dout' and dlse'. A Hessian
 is symmetric: so second_gradients, by `double_backward`, is both its value and
@@ -15,15 +18,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.interpreters import ad, mlir
 
 from cuflash.errors import UnsupportedError
 from cuflash.request.options import MOVED
+from cuflash.request.traced import is_named
 from cuflash.request.vmap import Names
 
+from . import by_xla
 from .calls import Asked
 from .primitives import (
     attention_p,
@@ -32,17 +37,6 @@ from .primitives import (
     second_gradients_p,
     second_tangent_p,
     tangent_p,
-)
-
-_FORWARD_TWICE = (
-    "forward mode twice over cuflash.jax.attention is not supported (jax.jvp "
-    "of jax.jvp, jax.jacfwd of jax.jacfwd): use reverse mode for one of them, "
-    "as jax.hessian does"
-)
-_THIRD = (
-    "third derivatives of cuflash.jax.attention are not supported: its second "
-    "gradients cannot be differentiated (stop them with "
-    "jax.lax.stop_gradient)"
 )
 
 
@@ -54,7 +48,7 @@ def _moved(names: Names, tangents: Sequence[Any]) -> dict[str, Any]:
         if type(tangent) is not ad.Zero
     }
     for name in moved:
-        if name not in MOVED:
+        if name not in MOVED and not is_named(name):
             raise UnsupportedError(
                 f"{name} is differentiated, expected one of "
                 f"{', '.join(MOVED)}: cuflash has no gradient of "
@@ -210,7 +204,7 @@ def _gradients_jvp(
     return results, _sum(parts, results)
 
 
-def _gradients_tangent(
+def _gradients_tangent_value(
     *operands: Any,
     names: Names,
     asked: Asked,
@@ -218,7 +212,7 @@ def _gradients_tangent(
     wrt: Names,
     has_dlse: bool,
 ) -> list[Any]:
-    """The value of gradients_tangent."""
+    """The value of gradients_tangent, by kernels."""
     n, own = len(moved), 1 + has_dlse
     given = dict(zip(moved, operands, strict=False))
     fixed = operands[n + own :]
@@ -263,47 +257,79 @@ def _gradients_tangent_transpose(
     return _of_undefined([named[x] for x in moved], operands, len(moved))
 
 
-# ---- No further ----
+# ---- Further derivatives, by XLA ----
 
 
-def _linear_jvp(primitive: Any, num_linear: Callable[..., int]) -> Any:
-    """The rule of a primitive that is differentiated as a linear one only."""
+def _jvp_by_xla(
+    primitive: Any, value: Callable[..., list[Any]], num_linear: Any
+) -> Any:
+    """The rule of a primitive that is linear in its first operands.
+
+    Only its tangents in the others are XLA's.
+    """
 
     def rule(
         operands: Sequence[Any], tangents: Sequence[Any], **params: Any
     ) -> tuple[list[Any], list[Any]]:
         n = num_linear(**params)
-        if any(type(x) is not ad.Zero for x in tangents[n:]):
-            raise UnsupportedError(_THIRD)
         results = primitive.bind(*operands, **params)
-        linear = map(ad.instantiate_zeros, tangents[:n])
-        return results, primitive.bind(*linear, *operands[n:], **params)
+        parts = []
+        if any(type(x) is not ad.Zero for x in tangents[:n]):
+            linear = map(ad.instantiate_zeros, tangents[:n])
+            parts.append(primitive.bind(*linear, *operands[n:], **params))
+        at = {
+            i: x
+            for i, x in enumerate(tangents)
+            if i >= n and type(x) is not ad.Zero
+        }
+        if at:
+            parts.append(_along(value, operands, at, params))
+        return results, _sum(parts, results)
 
     return rule
 
 
-def _raises(message: str) -> Callable[..., NoReturn]:
-    def rule(*operands: Any, **params: Any) -> NoReturn:
-        raise UnsupportedError(message)
+def _along(
+    value: Callable[..., list[Any]],
+    operands: Sequence[Any],
+    tangents: dict[int, Any],
+    params: dict[str, Any],
+) -> list[Any]:
+    """The tangent of a function where some operands move, by their index."""
 
-    return rule
+    def function(*moving: Any) -> list[Any]:
+        given = [*operands]
+        for i, x in zip(tangents, moving, strict=True):
+            given[i] = x
+        return value(*given, **params)
+
+    point = tuple(operands[i] for i in tangents)
+    found: list[Any] = jax.jvp(function, point, tuple(tangents.values()))[1]
+    return found
 
 
 ad.primitive_jvps[attention_p] = _attention_jvp
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_jvps[gradients_p] = _gradients_jvp
-ad.primitive_jvps[second_tangent_p] = _linear_jvp(
-    second_tangent_p, lambda wrt, **_: len(wrt)
+ad.primitive_jvps[second_tangent_p] = _jvp_by_xla(
+    second_tangent_p, by_xla.second_tangent, lambda wrt, **_: len(wrt)
 )
-ad.primitive_jvps[gradients_tangent_p] = _linear_jvp(
-    gradients_tangent_p, lambda moved, **_: len(moved)
+ad.primitive_jvps[gradients_tangent_p] = _jvp_by_xla(
+    gradients_tangent_p,
+    by_xla.gradients_tangent,
+    lambda moved, **_: len(moved),
 )
-ad.primitive_jvps[second_gradients_p] = _raises(_THIRD)
+ad.primitive_jvps[second_gradients_p] = _jvp_by_xla(
+    second_gradients_p, by_xla.second_gradients, lambda moved, **_: len(moved)
+)
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[second_tangent_p] = _second_tangent_transpose
 ad.primitive_transposes[gradients_tangent_p] = _gradients_tangent_transpose
-mlir.register_lowering(second_tangent_p, _raises(_FORWARD_TWICE))
+mlir.register_lowering(
+    second_tangent_p,
+    mlir.lower_fun(by_xla.second_tangent, multiple_results=True),
+)
 mlir.register_lowering(
     gradients_tangent_p,
-    mlir.lower_fun(_gradients_tangent, multiple_results=True),
+    mlir.lower_fun(_gradients_tangent_value, multiple_results=True),
 )

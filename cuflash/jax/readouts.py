@@ -16,13 +16,13 @@ from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
 from cuflash.errors import UnsupportedError
 from cuflash.request.layouts import broadcasts
-from cuflash.request.options import UNTRACED
+from cuflash.request.options import FORWARD
 from cuflash.request.problem import strip_lse
 from cuflash.request.readout import COTANGENTS
 from cuflash.request.validate import chosen
 from cuflash.request.vmap import Names
 
-from . import calls
+from . import calls, functions
 from .abstract import abstract_all
 from .arguments import check_offsets, equally_varying, full, with_int32
 from .calls import Asked, asked_of
@@ -41,7 +41,7 @@ _ARRAY = "ArrayLike | None"
 _MOVED = "q", "k", "lse", "row_weights"
 
 
-@foreign_names.our_names("cuflash.jax.weights", UNTRACED, _ARRAY)
+@foreign_names.our_names("cuflash.jax.weights", FORWARD, _ARRAY)
 def weights(
     q: ArrayLike,
     k: ArrayLike,
@@ -116,7 +116,7 @@ def weights(
     )  # fmt: skip
 
 
-@foreign_names.our_names("cuflash.jax.weight_sums", UNTRACED, _ARRAY)
+@foreign_names.our_names("cuflash.jax.weight_sums", FORWARD, _ARRAY)
 def weight_sums(
     q: ArrayLike,
     k: ArrayLike,
@@ -187,7 +187,7 @@ def weight_sums(
     )  # fmt: skip
 
 
-@foreign_names.our_names("cuflash.jax.entropy", UNTRACED, _ARRAY)
+@foreign_names.our_names("cuflash.jax.entropy", FORWARD, _ARRAY)
 def entropy(
     q: ArrayLike,
     k: ArrayLike,
@@ -259,7 +259,8 @@ def _call(
     """Check a call, bring it to full rank, and make it."""
     numbers, arrays = split_options(f"cuflash.jax.{name}", options, positional)
     settings.check()
-    given = {**given, **arrays}
+    read = functions.take(numbers, arrays, functions.wide_of(given["q"]))
+    given = {**given, **arrays, **read}
     numbers.pop("seed", None)
     if "dropout" in numbers:
         numbers["seed"] = 0  # weights are those before dropout

@@ -225,15 +225,23 @@ def _addressed(kind: np.dtype, start: int = 0) -> Iterator[tuple[int, str]]:
     for inner, offset, *_ in (kind.fields or {}).values():
         if inner == TensorMap:
             yield start + offset, f"{TensorMap.itemsize}s"
-        elif inner == np.uint64:
-            yield start + offset, "Q"
+        elif inner.base == np.uint64:  # one, or an array of them
+            count = inner.shape[0] if inner.subdtype else 1
+            for i in range(count):
+                yield start + offset + 8 * i, "Q"
         else:
             yield from _addressed(inner, start + offset)
 
 
+# 64 bits that are no address.
+_NUMBERS = "mod_numbers", "cache_seqlen"
+
+
 def _slot(name: str, address: int) -> tuple[int, int]:
-    """The slot and the offset of a pointer."""
+    """The slot and the offset of a pointer; a number is one from null."""
     if name == "seed":
         return -1, 0
+    if name.partition("[")[0] in _NUMBERS:
+        return -2, address
     slot, offset = divmod(address, 1 << _OFFSET_BITS)
     return (slot - 1, offset) if address else (-2, 0)

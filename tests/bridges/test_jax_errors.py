@@ -88,20 +88,6 @@ def test_bad_seeds(seed):
         call(dropout=0.5, seed=jax.numpy.asarray(seed))
 
 
-def test_forward_mode_twice():
-    with pytest.raises(UnsupportedError, match="forward mode twice"):
-        jax.jacfwd(jax.jacfwd(lambda q: call(q=q).sum()))(Q)
-
-
-def test_third_derivatives():
-    def gradient(function):
-        return lambda q: jax.grad(function)(q).sum()
-
-    third = gradient(gradient(gradient(lambda q: (call(q=q) ** 2).sum())))
-    with pytest.raises(UnsupportedError, match="third derivatives"):
-        third(Q)
-
-
 def test_a_tangent_of_slopes():
     slopes = options()["slopes"]["alibi_slopes"]
     words = "alibi_slopes is differentiated, expected one of q, k"
@@ -185,10 +171,3 @@ def test_with_an_old_jax():
         "ImportError: cuflash.jax needs JAX 0.10 or newer, found "
         f'{jax.__version__}: pip install "cuflash[jax]"'
     )
-
-
-def test_there_is_no_cache_of_jax_arrays():
-    with pytest.raises(AttributeError, match="a JAX array cannot be written"):
-        _ = cuflash.jax.forward_kvcache
-    with pytest.raises(AttributeError, match="no attribute 'forwards'$"):
-        _ = cuflash.jax.forwards

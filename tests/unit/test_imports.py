@@ -39,7 +39,7 @@ LAW = {
     "api": "errors settings folders request launch backends backends.base"
     " backends.cupy backends.numpy",
     "torch": f"{_BELOW_BRIDGES} expressions distributed",
-    "jax": _BELOW_BRIDGES,
+    "jax": f"{_BELOW_BRIDGES} expressions",
     "flash_attn": "errors request torch",
     "distributed": f"{_BELOW_BRIDGES} backends expressions __init__",
     "__init__": "errors api build emulator reference _checkout _version",

@@ -165,7 +165,17 @@ PLACES = {
     "jax/readouts": (
         "as jax/attention, before dropout", "cu_seqlens_q dropout seed window",
     ),
+    "jax/blocks": (
+        "the equations, of derivatives without kernels",
+        "alibi_slopes bias cu_seqlens_k cu_seqlens_q dropout mask mask_mod"
+        " mod_arrays score_mod seed"
+        " segment_ids_k segment_ids_q sink softcap window",
+    ),
     "jax/batching": ("by position in the batch", "cu_seqlens_q dropout"),
+    "jax/functions": (
+        "from functions to graphs", "mask_mod mod_arrays score_mod",
+    ),
+    "jax/jaxprs": ("the role that has a score", "score_mod"),
     "jax/kvcache": ("packs queries alone", "cu_seqlens_q max_seqlen_q window"),
     "jax/cuda": ("is converted", "alibi_slopes seed"),
     "flash_attn/arguments": (

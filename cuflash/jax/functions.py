@@ -1,0 +1,162 @@
+"""A user's `score_mod` and `mask_mod`: their graphs, and what these read.
+
+Functions with NumPy's names are recorded with symbols. Where that fails, the
+function is traced by JAX, and its jaxpr read: it has JAX's functions, or reads
+arrays from outside, which become operands of the call and have gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cuflash.errors import ExpressionError
+from cuflash.expressions import nodes, trace
+from cuflash.expressions.nodes import Kind, Node
+from cuflash.request import traced
+
+from . import jaxprs
+from .checks import check_array
+from .jaxprs import Operands
+
+_ROLES = "score_mod", "mask_mod"
+_KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "real"}
+
+
+def take(
+    options: dict[str, Any], arrays: dict[str, Any], wide: Any
+) -> dict[str, Any]:
+    """Replace the functions among a call's options by graphs.
+
+    Parameters
+    ----------
+    options : dict
+        Those that are no arrays: functions become nodes, and of `mod_arrays`
+        numbers are left.
+    arrays : dict
+        Loses the arrays of `mod_arrays`.
+    wide : dtype
+        Of scores.
+
+    Returns
+    -------
+    dict
+        The arrays that graphs read, in the order of their slots.
+
+    Raises
+    ------
+    CuflashError
+    """
+    functions = {x: options[x] for x in _ROLES if x in options}
+    numbers = options.pop("mod_arrays", {})
+    own = {x: arrays.pop(x) for x in [*arrays] if traced.is_named(x)}
+    if not functions:
+        if own or numbers:
+            traced.recorded({"mod_arrays": numbers, **own})  # refuses them
+        return {}
+    for name, x in own.items():
+        check_array(name, x)
+    named = {traced.name_of(x): y for x, y in own.items()}
+    operands = Operands(named)
+    unread = {*named, *numbers}
+    for role, function in functions.items():
+        options[role], read = _graph(
+            function, role, named, numbers, wide, operands
+        )
+        unread -= read
+    traced.check_read(unread)
+    if numbers:
+        options["mod_arrays"] = traced.BySlot(numbers)
+    found = {
+        traced.named(name): x if x.ndim else x.reshape(1)
+        for name, x in zip(operands.names, operands.arrays, strict=True)
+    }
+    values = tuple([(n, type(x)) for n, x in numbers.items()])
+    traced.given_of(_described(found), values)  # checks dtypes and counts
+    return found
+
+
+def wide_of(q: Any) -> np.dtype:
+    """The dtype of scores."""
+    is_double = getattr(q, "dtype", None) == np.float64
+    return np.dtype("float64" if is_double else "float32")
+
+
+def _described(arrays: Mapping[str, Any]) -> tuple[tuple, ...]:
+    """Arrays as `traced.given_of` takes them; a number has one axis."""
+    return tuple([
+        (n, x.dtype, tuple(x.shape) or (1,), (0,) * max(x.ndim, 1))
+        for n, x in arrays.items()
+    ])  # fmt: skip
+
+
+def _graph(
+    function: Any,
+    role: str,
+    named: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    wide: Any,
+    operands: Operands,
+) -> tuple[Node, frozenset[str]]:
+    """The graph of a function, and the names of `mod_arrays` in it."""
+    values = tuple([(n, type(x)) for n, x in numbers.items()])
+    own = {traced.named(n): x for n, x in named.items()}
+    given, _ = traced.given_of(_described(own), values)
+    try:
+        whole = {n for n, x in named.items() if not x.ndim}
+        return trace.record(_with_numbers(function, whole), role, given)
+    except ExpressionError as error:
+        first = error
+    if not callable(function) or hasattr(function, "shape"):
+        raise first
+    symbols = {
+        name: nodes.make("number", _KINDS[type(x)], (), slot)
+        for slot, (name, x) in enumerate(numbers.items())
+    }
+    given_names = frozenset((*named, *symbols))
+    try:
+        found = jaxprs.record(
+            function, role, {**named, **symbols}, wide, operands
+        )
+    except ExpressionError:
+        raise
+    except Exception as error:
+        # Neither NumPy's functions nor JAX's: symbols know the line.
+        raise first from error
+    names = jaxprs.keywords_of(function)
+    return (
+        trace.result(found, role, function),
+        given_names if names is None else given_names.intersection(names),
+    )
+
+
+def _with_numbers(
+    function: Callable[..., Any], whole: set[str]
+) -> Callable[..., Any]:
+    """A function that gets arrays without axes as numbers."""
+    if not whole:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        for name in whole.intersection(named):
+            named[name] = named[name][0]
+        return function(*args, **named)
+
+    return call
+
+
+def of_batch(asked: Mapping[str, Any]) -> bool:
+    """Whether functions depend on the number of a sequence."""
+    return any("b" in asked[x].depends for x in _ROLES if x in asked)
+
+
+def with_arrays(arrays: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Move what graphs read from a call's arrays to its options."""
+    own = {x: arrays.pop(x) for x in [*arrays] if traced.is_named(x)}
+    if any(x in asked for x in _ROLES):
+        values = asked.get("mod_arrays", {})
+        asked |= traced.of_slots(own, values, [*values.values()])
