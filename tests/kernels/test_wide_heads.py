@@ -176,9 +176,9 @@ def test_masked_nan_does_not_spread(backend):
     assert 0 < np.isnan(np.float32(got[0])).mean() < 0.2  # of dq
 
 
-@on_kernels
+@pytest.mark.parametrize("backend", [EMULATED])
 def test_gradients_are_the_same_in_every_run(backend):
-    """On simt: no two blocks add to the same element."""
+    """On simt, which newer GPUs do not run: no two blocks add to an element."""
     on = Emulation("sm_75")
     case = case_of(backend, "float64", causal=True, on=on)
     arrays = inputs(case)

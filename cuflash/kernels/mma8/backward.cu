@@ -42,9 +42,10 @@
 
 // Computes dP and S of a query tile where dO takes Q's place; they become dS and P. The flags, the
 // same in all threads: whether dO, or Q, of a partly masked tile contains a NaN or an infinity.
-template <bool MASKED, class Loader>
+// Only the SharedPlan of LOADS_IN_TURN has parts.
+template <bool MASKED, class Plan, class Loader>
 __device__ __forceinline__ void compute_scores_in_turn(
-    SharedPlan& shared, const Loader& loader, int head, int tile, const ScoreTile& score_tile,
+    Plan& shared, const Loader& loader, int head, int tile, const ScoreTile& score_tile,
     Element scale, Scores& s, Scores& ds, bool& dout_nonfinite, bool& q_nonfinite) {
     const int part = ScoreGrid::part(), group = ScoreGrid::group();
     cp_async_wait<0>();                                     // Q; at first, K and V
