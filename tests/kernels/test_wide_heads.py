@@ -178,7 +178,7 @@ def test_masked_nan_does_not_spread(backend):
 
 @pytest.mark.parametrize("backend", [EMULATED])
 def test_gradients_are_the_same_in_every_run(backend):
-    """On simt, which newer GPUs do not run: no two blocks add to an element."""
+    """On simt, which newer GPUs do not run: a block has its elements alone."""
     on = Emulation("sm_75")
     case = case_of(backend, "float64", causal=True, on=on)
     arrays = inputs(case)
