@@ -102,9 +102,16 @@ __device__ __forceinline__ void produce(const Arguments& args, SharedPlan& share
 
 // ---- The value warpgroups ----
 
+// What a warp stored of a work tile's rows, at the end: whether none needs recompute_row, and
+// where the block's last work tile is.
+struct Stored {
+    bool exact;
+    int last_slot;
+};
+
 // half: 0 or 1, the left or the right one.
 template <int COLUMNS>
-__device__ __forceinline__ void compute_values(
+__device__ __forceinline__ Stored compute_values(
     const Arguments& args, SharedPlan& shared, ValueRing<COLUMNS>& ring, int half) {
     using Half = ColumnHalf<COLUMNS, ValueRing<COLUMNS>>;
     typename Half::Sums sums;
@@ -160,13 +167,20 @@ __device__ __forceinline__ void compute_values(
                   args.arrays.shape.head_dim_v);
     }
 
-    // Two warps have the same 16 rows, and recompute half of them each.
-    if (lane == 0) shared.inexact[half][warp] = !exact;
+    return {exact, work_slot(q)};
+}
+
+// Two warps, one of each half, have the same 16 rows, and recompute 8 of them each. One function
+// for both halves, so that all wait at one instruction.
+__device__ __forceinline__ void recompute_inexact(
+    const Arguments& args, SharedPlan& shared, int half, const Stored& stored) {
+    const int warp = threadIdx.x % WARPGROUP / 32;
+    if (threadIdx.x % 32 == 0) shared.inexact[half][warp] = !stored.exact;
     barrier_sync(STORED_BARRIER, 2 * WARPGROUP);
     if (shared.inexact[0][warp] || shared.inexact[1][warp])
         recompute_rows<LEFT_COLUMNS>(
             args, warp * 16 + half * 8, exponent_scale<LINEAR>(args.arrays.scale),
-            shared.work_tiles[work_slot(q)].q_start, 8);
+            shared.work_tiles[stored.last_slot].q_start, 8);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
@@ -186,7 +200,9 @@ forward_sm90_wide(const __grid_constant__ Arguments args) {
         compute_scores(args, shared);
     } else {
         warpgroup_reg_alloc<VALUE_REGISTERS>();
-        if (role == 2) compute_values<LEFT_COLUMNS>(args, shared, shared.v_left, 0);
-        else compute_values<RIGHT_COLUMNS>(args, shared, shared.v_right, 1);
+        const Stored stored =
+            role == 2 ? compute_values<LEFT_COLUMNS>(args, shared, shared.v_left, 0)
+                      : compute_values<RIGHT_COLUMNS>(args, shared, shared.v_right, 1);
+        recompute_inexact(args, shared, role - 2, stored);
     }
 }
