@@ -296,7 +296,7 @@ def split_plan(
     launches: tuple[Launch, ...] = (Launch(main, blocks),)
     buffers: tuple[Buffer, ...] = ()
     if splits > 1:
-        launches += (_merge_launch(problem, tile, main, runs),)
+        launches += (_merge_launch(problem, tile, main, runs, device.num_sms),)
         rows, size = slots * tile.block_q, lse_bytes(problem)
         numbers = 1 + problem.return_max_score  # of a row: decode/results.cuh
         buffers = (
@@ -321,13 +321,13 @@ def split_plan(
 _MERGED_COLUMNS = 64  # of a warp: finish/merge_parts.cu
 
 # Of balanced parts, which take long to find: the warps of a block, and the
-# rows that each merges one after the other.
+# rows that each merges one after the other, if there are rows for all SMs.
 _MOST_MERGING_WARPS, _ROUNDS_OF_MERGE = 16, 8
 _FOUND_BYTES = 128  # finish/merge_parts.cu's FoundRowTile
 
 
 def _merge_launch(
-    problem: Problem, tile: Tile, main: KernelPlan, runs: int
+    problem: Problem, tile: Tile, main: KernelPlan, runs: int, num_sms: int
 ) -> Launch:
     """Merges the parts of row tiles that are cut."""
     rows = min(max(rows_of_head(problem), 1), tile.block_q)
@@ -335,7 +335,11 @@ def _merge_launch(
     slots = rows_of_block = 1
     if is_balanced(problem):
         slots = min(rows, max(_MOST_MERGING_WARPS // warps, 1))
-        rows_of_block = min(rows, _ROUNDS_OF_MERGE * slots)
+        busy = row_tiles(problem, tile.block_q) * ceil_div(rows, slots)
+        rounds = 1  # a power of two, so that calls have few kernels
+        while 2 * rounds <= min(busy // num_sms, _ROUNDS_OF_MERGE):
+            rounds *= 2
+        rows_of_block = min(rows, rounds * slots)
     shared = _FOUND_BYTES if slots > 1 else 0
     kept = {
         "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "Arguments",

@@ -36,6 +36,23 @@ def family_of(problem: Problem) -> FamilyName:
     return "mma8_float64" if problem.dtype == "float64" else "mma8_float32"
 
 
+# The widest heads of doubles that both directions have tiles for if each warp
+# sums whole scores.
+_MOST_WHOLE_DOUBLES = 192
+
+
+def has_parts(problem: Problem) -> bool:
+    """Whether warps sum parts of scores, for want of shared memory."""
+    if is_wide(problem):
+        return True
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return (
+        problem.dtype == "float64"
+        and widest > _MOST_WHOLE_DOUBLES
+        and problem.direction in ("forward", "backward")
+    )
+
+
 def head_dims(problem: Problem) -> tuple[int, int]:
     """Rounded up to multiples that warps can share.
 
@@ -45,7 +62,7 @@ def head_dims(problem: Problem) -> tuple[int, int]:
     dims = problem.head_dim, problem.head_dim_v
     large = problem.dtype == "float32" and max(dims) > 128
     step = 64 if large else HEAD_DIM_STEP
-    if is_wide(problem):
+    if has_parts(problem):
         step = 128
     return round_up(dims[0], step), round_up(dims[1], step)
 
@@ -57,7 +74,7 @@ def chunk(problem: Problem) -> int:
 
 def score_parts(problem: Problem) -> int:
     """Warps that sum the same scores, over a part of the columns each."""
-    return WIDE_SCORE_PARTS if is_wide(problem) else 1
+    return WIDE_SCORE_PARTS if has_parts(problem) else 1
 
 
 def _part_elements(problem: Problem, tile: Tile) -> int:
@@ -102,7 +119,7 @@ def _wide_rows_fit(problem: Problem, tile: Tile) -> bool:
 
 
 def _forward_fits(problem: Problem, tile: Tile) -> bool:
-    if is_wide(problem):
+    if has_parts(problem):
         return _wide_rows_fit(problem, tile)
     if tile.block_k < 16:
         return False
@@ -119,7 +136,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
     d, dv = head_dims(problem)
-    if is_wide(problem):  # Q and dO load in turn
+    if has_parts(problem):  # Q and dO load in turn
         return element_bytes(problem) * (
             tile.block_k * (d + dv + 2 * ROWS_PAD)
             + tile.block_q * (max(d, dv) + ROWS_PAD)
@@ -160,9 +177,9 @@ def _shares_wide_evenly(problem: Problem, tile: Tile) -> bool:
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
-    if is_wide(problem) and tile.block_q > MOST_WIDE_QUERIES:
+    if has_parts(problem) and tile.block_q > MOST_WIDE_QUERIES:
         return False
-    shares = _shares_wide_evenly if is_wide(problem) else _shares_evenly
+    shares = _shares_wide_evenly if has_parts(problem) else _shares_evenly
     if not shares(problem, tile):
         return False
     d, dv = head_dims(problem)
@@ -189,7 +206,7 @@ def gradients(
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return gradients(
         problem, device, tile, _backward_shared(problem, tile),
-        ("LOADS_IN_TURN", is_wide(problem)),
+        ("LOADS_IN_TURN", has_parts(problem)),
     )  # fmt: skip
 
 

@@ -176,6 +176,17 @@ def test_masked_nan_does_not_spread(backend):
     assert 0 < np.isnan(np.float32(got[0])).mean() < 0.2  # of dq
 
 
+@on_kernels
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("head_dims", [(193, 193), (40, 256)])
+def test_doubles_of_193_to_256_columns(backend, arch, head_dims):
+    """Warps sum parts of scores, as of wider heads."""
+    case = case_of(
+        backend, "float64", head_dims, causal=True, on=Emulation(arch)
+    )
+    check(backend, case)
+
+
 @pytest.mark.parametrize("backend", [EMULATED])
 def test_gradients_are_the_same_in_every_run(backend):
     """On simt, which newer GPUs do not run: a block has its elements alone."""
