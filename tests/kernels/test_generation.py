@@ -60,7 +60,7 @@ class PagedCache(Cache):
 class ForgetfulCache(Cache):
     """Loses the first of all keys, once there are 30."""
 
-    def attend(self, layer, q, k, v):
+    def attend(self, layer, q, k, v, visible):
         n = self.seqlen + q.shape[1]
         return cuflash.forward_kvcache(
             q,
