@@ -150,6 +150,8 @@ def _check(
             check_length(x[1], group.size, layout, f"the whole {name}")
     of_call = asked | {x: opened.pop(x) for x in own}
     found = functions.functions_of(of_call)
+    if found is not None:
+        found.check_numbers(packed, ulysses)
     mask = Mask(
         size=group.size,
         layout=layout,
@@ -160,7 +162,7 @@ def _check(
         packed=packed,
         has_functions=found is not None,
         hidden=functions.hidden_of(
-            of_call, problem.batch, problem.num_heads_q
+            of_call, problem.batch, problem.num_heads_q, problem.lse_dtype
         ),
     )
     views = {name: x[_view(name, call.rank)] for name, x in opened.items()}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.expressions import nodes
 from cuflash.expressions.intervals import NONE, Extremes, Intervals
 from cuflash.expressions.nodes import Node
@@ -56,9 +57,40 @@ class Functions:
         first = part * (problem.num_heads_q // parts)
         return replace(self, first_head=first)
 
+    @property
+    def depends(self) -> frozenset[str]:
+        """The indices that they depend on."""
+        return frozenset().union(*(x.depends for x in self.graphs.values()))
+
+    @property
+    def named(self) -> set[str]:
+        """Their keyword arguments."""
+        return {x for f in self.given.values() for x in _keywords(f)}
+
+    def check_numbers(self, packed: bool, ulysses: int) -> None:
+        """Raise, on all ranks, if blocks leave no room for the numbers."""
+        reserved = sorted(self.arrays.keys() & set(_NUMBERS.values()))
+        if reserved:
+            raise ValueRangeError(
+                f"mod_arrays has {reserved[0]!r}, which a block's call needs:"
+                " give it another name"
+            )
+        moved = {"b": packed, "h": ulysses > 1, "q_idx": True, "kv_idx": True}
+        depends = self.depends
+        added = [x for x in nodes.INDICES if x in depends and moved[x]]
+        added += [x for x in nodes.LENGTHS if x in self.named]
+        own = sum(not hasattr(x, "shape") for x in self.arrays.values())
+        most = traced.MOST - len(added)
+        if own > most:
+            raise UnsupportedError(
+                f"mod_arrays has {own} numbers, expected at most {most}: a"
+                f" block's call adds {len(added)} ({', '.join(added)}); put"
+                " some of them into an array"
+            )
+
     def arguments(self, block: Block, mask: Mask) -> dict[str, Any]:
         """The arguments of a block's call."""
-        depends = frozenset().union(*(x.depends for x in self.graphs.values()))
+        depends, named = self.depends, self.named
         lengths = [
             offsets[block.sequence + 1] - offsets[block.sequence]
             for offsets in (mask.offsets_q, mask.offsets_k)
@@ -69,7 +101,6 @@ class Functions:
             "q_idx": block.positions[0],
             "kv_idx": block.positions[1],
         }
-        named = {x for f in self.given.values() for x in _keywords(f)}
         numbers = {
             _NUMBERS[x]: y
             for x, y in added.items()
@@ -101,12 +132,15 @@ def functions_of(asked: Mapping[str, Any]) -> Functions | None:
 
 
 def fingerprint(asked: Mapping[str, Any]) -> str:
-    """What ranks compare of their functions: texts and numbers."""
-    fields = dict(traced.recorded(asked).fields)
+    """What ranks compare of their functions: texts, shapes and numbers."""
+    recorded = traced.recorded(asked)
+    fields = dict(recorded.fields)
+    shapes = {traced.name_of(x): tuple(asked[x].shape) for x in recorded.names}
     kinds = fields.get("mod_arrays", ())
     own = text(fields.get("score_mod"), fields.get("mask_mod"), kinds)
     digest = hashlib.sha256(own.encode()).hexdigest()[:16]
-    return f"functions {digest} of {dict(asked.get('mod_arrays', {}))}"
+    numbers = dict(asked.get("mod_arrays", {}))
+    return f"functions {digest} of {shapes} and {numbers}"
 
 
 def split(
@@ -184,6 +218,8 @@ class Hidden(NamedTuple):
     arrays : tuple of Kind
     batch, num_heads : int
         Of the whole call.
+    real : str
+        The dtype of its real numbers: that of lse.
     """
 
     mask: Node
@@ -191,6 +227,7 @@ class Hidden(NamedTuple):
     arrays: tuple[Kind, ...]
     batch: int
     num_heads: int
+    real: str = "float32"
 
     def hides(self, block: Block, mask: Mask) -> bool:
         """Whether no pair of a block is visible, as far as intervals tell."""
@@ -210,12 +247,13 @@ class Hidden(NamedTuple):
         }
         leaves = {nodes.index(x): _arrays(y) for x, y in ends.items()}
         unread = _Unread(self.arrays)
-        of = Intervals(leaves, self.numbers, np.float32, unread)
+        real = np.dtype(self.real).type
+        of = Intervals(leaves, self.numbers, real, unread)
         return bool((of.visibility(self.mask) == NONE).all())
 
 
 def hidden_of(
-    asked: Mapping[str, Any], batch: int, num_heads: int
+    asked: Mapping[str, Any], batch: int, num_heads: int, real: str
 ) -> Hidden | None:
     """What schedules take from a mask, None without one."""
     recorded = traced.recorded(asked)
@@ -224,7 +262,7 @@ def hidden_of(
         return None
     arrays = [asked[x] for x in recorded.names]
     kinds = [Kind(tuple(x.shape), x.dtype, int(x.size)) for x in arrays]
-    return Hidden(mask, recorded.numbers, tuple(kinds), batch, num_heads)
+    return Hidden(mask, recorded.numbers, tuple(kinds), batch, num_heads, real)
 
 
 def _arrays(ends: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ import pytest
 import cuflash
 from cuflash import distributed
 from cuflash.distributed import functions, schedule
-from cuflash.errors import ValueRangeError
+from cuflash.errors import UnsupportedError, ValueRangeError
 from helpers.backends import on_backends
 from helpers.compare import assert_allclose
 from helpers.data import Case, Emulation
@@ -131,7 +131,7 @@ def test_kernels(backend):
 
 def test_hidden_blocks_are_nobodys():
     """Of 8 chunks of 12, `near` leaves those that touch."""
-    hidden = functions.hidden_of({"mask_mod": near}, BATCH, HEADS)
+    hidden = functions.hidden_of({"mask_mod": near}, BATCH, HEADS, "float32")
     offsets = (0, LENGTH)
     mask = schedule.Mask(
         8, "contiguous", False, (None, None), offsets, offsets, False,
@@ -146,7 +146,10 @@ def test_hidden_blocks_are_nobodys():
 
 def test_arrays_are_not_read_to_decide():
     hidden = functions.hidden_of(
-        {"mask_mod": documents, "mod_arrays['ids']": IDS}, BATCH, HEADS
+        {"mask_mod": documents, "mod_arrays['ids']": IDS},
+        BATCH,
+        HEADS,
+        "float32",
     )
     block = schedule.Block(range(8), range(8), positions=(0, 80))
     mask = schedule.Mask(
@@ -164,3 +167,58 @@ def test_ranks_must_agree_on_functions():
 
     with pytest.raises(ValueRangeError, match="functions"):
         distributed.run_threads(2, of_rank)
+
+
+def called(size, options, **more):
+    """The joined out of ranks."""
+
+    def of_rank(group):
+        own = [distributed.shard(x, group.rank, size) for x in inputs()[:3]]
+        given = options(group.rank) if callable(options) else options
+        return distributed.forward(*own, group=group, **given, **more)
+
+    return distributed.unshard(
+        distributed.run_threads(size, of_rank, timeout=30)
+    )
+
+
+def test_reals_of_float64_calls_have_their_bits():
+    """float32 takes these times for equal, and would hide all keys."""
+
+    def since(b, h, q_idx, kv_idx, *, start):
+        return start + kv_idx * 1.0 > start + 20
+
+    options = {"mask_mod": since, "mod_arrays": {"start": 1.7e9}}
+    want = cuflash.forward(*inputs()[:3], **options)
+    # Two orders of sums of up to 96 terms below 4, of weights of one.
+    bound = 96 * 4 * 2.0**-52
+    assert_allclose(called(4, options), want, "out", atol=bound)
+
+
+def test_ranks_must_agree_on_shapes_of_arrays():
+    def options(rank):
+        return {"mask_mod": documents, "mod_arrays": {"ids": IDS[rank:]}}
+
+    with pytest.raises(ValueRangeError, match=r"\(95,\)"):
+        called(2, options)
+
+
+def many(score, b, h, q_idx, kv_idx, *, n0, n1, n2, n3, n4, n5):
+    return score + (q_idx - kv_idx + h) * (n0 + n1 + n2 + n3 + n4 + n5)
+
+
+def test_numbers_that_leave_blocks_no_room_are_refused_everywhere():
+    numbers = dict.fromkeys((f"n{i}" for i in range(6)), 1.0)
+    options = {"score_mod": many, "mod_arrays": numbers}
+    assert called(2, options).shape == (BATCH, LENGTH, HEADS, 16)
+    with pytest.raises(UnsupportedError, match="at most 5: .*h, q_idx, kv_id"):
+        called(2, options, ulysses=2)
+
+
+def test_a_reserved_name_is_refused():
+    def far(b, h, q_idx, kv_idx, *, cuflash_h):
+        return q_idx - kv_idx < cuflash_h
+
+    options = {"mask_mod": far, "mod_arrays": {"cuflash_h": 3}}
+    with pytest.raises(ValueRangeError, match="'cuflash_h', which a block's"):
+        called(2, options)
