@@ -163,8 +163,8 @@ def forward(
     precision : {None, "tf32x3"}, optional
         "tf32x3" runs float32 matmuls on the tensor cores, with each operand
         split into two parts of 11 bits. Errors stay those of float32, but an
-        infinity is treated as NaN. float32 only, and head dimensions up to
-        256. It has no effect on NumPy arrays.
+        infinity is treated as NaN. float32 only. It has no effect on NumPy
+        arrays, and on heads above 256 for which shared memory is too small.
     num_splits : int, optional
         Into how many parts, up to 128, the keys of a head are cut: few
         queries of many keys then occupy the whole GPU. By default as many as

@@ -114,8 +114,9 @@ def forward_kvcache(
     v_cache : array, (batch, capacity, num_heads_kv, head_dim_v), optional
         Like `k_cache`. `num_heads_q` is a multiple of `num_heads_kv`. If it
         is a view of k_cache's first columns, or None, a token's value is the
-        beginning of its key, as in latent attention: it is read once, and
-        `k_new` needs no `v_new`.
+        beginning of its key, as in latent attention: `k_new` needs no
+        `v_new`, and Hopper's kernel for 16-bit rows above 256 columns reads
+        both at once. Rotated columns of `k_new` are rotated as values too.
     head_dim_v : int, optional
         Required without `v_cache`: values are ``k_cache[..., :head_dim_v]``,
         and `k_scale` is their scale too.

@@ -9,13 +9,35 @@ from typing import Any
 
 import torch
 
-from cuflash.errors import UnsupportedError
+from cuflash.errors import DTypeError, ShapeError, UnsupportedError
+from cuflash.request.validate.shapes import MAX_HEAD_DIM
 from cuflash.torch import forward_kvcache
 from cuflash.torch.tracing import is_traced
 
 
+def _check(q: Any, qv: Any, v: Any) -> None:
+    """Check `qv` beside q and values; nothing is written before."""
+    expected = (*q.shape[:-1], v.shape[-1])
+    if tuple(qv.shape) != expected:
+        raise ShapeError(
+            f"qv has shape {tuple(qv.shape)}, expected {expected}: as q, with"
+            " the columns of v"
+        )
+    if qv.dtype != q.dtype:
+        raise DTypeError(
+            f"qv has dtype {qv.dtype}, expected that of q, {q.dtype}"
+        )
+    columns = q.shape[-1] + v.shape[-1]
+    if columns > MAX_HEAD_DIM:
+        raise UnsupportedError(
+            f"q and qv have {columns} columns together, expected at most"
+            f" {MAX_HEAD_DIM}"
+        )
+
+
 def concatenated(q: Any, k: Any, qv: Any, v: Any) -> tuple[Any, Any]:
     """Queries and keys, with as many columns as both."""
+    _check(q, qv, v)
     return torch.cat((q, qv), -1), torch.cat((k, v), -1)
 
 
@@ -37,6 +59,7 @@ def over_caches(
             "rotary_cos is given with qv, expected None: the columns of q and "
             "qv are rotated as one; rotate q and k before the call"
         )
+    _check(q, qv, v_cache)
     new = {x: options[x] for x in ("k_new", "v_new") if x in options}
     rows = _values_first(k_cache, v_cache)
     if rows is not None:

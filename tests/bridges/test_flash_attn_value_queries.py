@@ -8,7 +8,11 @@ from flash_attn_data import assert_close, int32, normal, offsets  # noqa: E402
 from flash_attn_oracle import sequence, tolerance  # noqa: E402
 from torch_data import assert_equal  # noqa: E402
 
-from cuflash.errors import UnsupportedError  # noqa: E402
+from cuflash.errors import (  # noqa: E402
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+)
 from cuflash.flash_attn import (  # noqa: E402
     flash_attn_func,
     flash_attn_varlen_func,
@@ -81,3 +85,26 @@ def test_rotation_of_both():
         flash_attn_with_kvcache(
             q, k, v, k[:, :2], v[:, :2], cos, cos, 3, qv=qv
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda q, qv: (q, qv[..., :-1]), ShapeError, "qv has shape"),
+        (lambda q, qv: (q, qv[:, :, :2]), ShapeError, "qv has shape"),
+        (lambda q, qv: (q, qv.half()), DTypeError, "qv has dtype"),
+    ],
+)
+def test_a_wrong_qv_leaves_the_caches(change, error, message):
+    q, qv, rows = made(12)
+    v, k = (x.clone() for x in rows.split((DV, D), -1))
+    before = k.clone(), v.clone()
+    new = normal(2, NEW, 2, DV + D, seed=5)
+    v_new, k_new = new.split((DV, D), -1)
+    q, qv = change(q, qv)
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, cache_seqlens=int32(*LENGTHS), qv=qv
+        )
+    assert_equal(k, before[0])
+    assert_equal(v, before[1])

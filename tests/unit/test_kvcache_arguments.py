@@ -733,6 +733,20 @@ def test_values_that_are_columns_of_keys():
     )  # fmt: skip
 
 
+def test_values_in_keys_have_their_scale():
+    rows, new = zeros(1, 4, 1, 16, dtype=FLOAT8), zeros(1, 1, 1, 16) + 1
+    scale = np.ones(1, np.float32)
+    given = {
+        "q": new, "k_cache": rows, "v_cache": rows[..., :8], "k_new": new,
+        "v_new": new[..., :8], "cache_seqlens": 0, "k_scale": scale,
+    }  # fmt: skip
+    out = cuflash.forward_kvcache(**given, v_scale=scale)
+    assert_all(out, 1, "out")
+    assert complaint(
+        ValueRangeError, {**given, "v_scale": 2 * scale}
+    ).startswith("v_scale is given with a v_cache that is k_cache's first")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "start"),
     [

@@ -30,7 +30,7 @@
 // The next dO loads while dQ and dK are computed, the next Q while dP is: six barriers an
 // iteration. If they load in turn, q and dout are one tile and
 //     parts  SCORE_PARTS * BLOCK_Q * BLOCK_K
-// is another: S, dO loads, dP and dV, Q loads again, dQ and dK, the next Q loads. Eleven barriers.
+// is another: S, dO loads, dP and dV, Q loads again, dQ and dK, the next Q loads. Nine barriers.
 //
 // Bad at: few keys with many queries (one block per key tile); head_dim above 128, where little
 // fits into shared memory; NaN or infinity in a partly masked tile.

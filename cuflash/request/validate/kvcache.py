@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,7 @@ def forward_kvcache(
     latent = are_first_columns(k_cache, v_cache, address)
     if latent and v_new is not None:
         check_new_values(are_first_columns(k_new, v_new, address))
+        check_new_scales(options, address)
         del given["v_new"]
     by_int = is_int(cache_seqlens)
     if cache_seqlens is not None and not by_int:
@@ -251,6 +252,19 @@ def check_new_values(are_of_keys: bool) -> None:
             "v_new is given with a v_cache that is k_cache's first columns, "
             "expected None, or k_new's first columns: a value is written "
             "with its key"
+        )
+
+
+def check_new_scales(
+    options: Mapping[str, Any], address: Callable[[Any], int]
+) -> None:
+    """Check v_scale of such a call: a value is stored with its key's."""
+    scales = [options[x] for x in ("k_scale", "v_scale") if x in options]
+    if len(scales) == 2 and not are_first_columns(*scales, address):
+        raise ValueRangeError(
+            "v_scale is given with a v_cache that is k_cache's first columns, "
+            "expected the same array as k_scale: a value is stored by the "
+            "scale of its key"
         )
 
 
