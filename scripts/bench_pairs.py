@@ -82,7 +82,7 @@ def exact(tensors: list[Any], dout: Any) -> list[Any]:
     q, k, v, bias = wide
     s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
     out = torch.softmax(s, -1) @ v
-    return [out, *torch.autograd.grad(out, wide, dout[:, :1].double())]
+    return [out.detach(), *torch.autograd.grad(out, wide, dout[:, :1].double())]
 
 
 def worst(forward: Forward, tensors: list[Any], dout: Any) -> float:
@@ -90,9 +90,9 @@ def worst(forward: Forward, tensors: list[Any], dout: Any) -> float:
     first = [*(x[:, :1] for x in tensors[:3]), tensors[3]]
     first = [x.detach().requires_grad_() for x in first]
     out = forward(*first)
-    got = [out, *torch.autograd.grad(out, first, dout[:, :1])]
+    got = [out.detach(), *torch.autograd.grad(out, first, dout[:, :1])]
     return max(
-        float((x.double() - y).detach().abs().max() / y.abs().max())
+        float((x.double() - y).abs().max() / y.abs().max())
         for x, y in zip(got, exact(tensors, dout), strict=True)
     )
 

@@ -46,6 +46,13 @@ class Compared:
         arrays = dout, q, k, v, out, lse
         return self._both(cuflash.backward, arrays, options)
 
+    # On NumPy alone: test_expressions_derivatives.py compares them.
+    def jvp(self, *arrays, **options):
+        return cuflash.jvp(*map(self._rounded, arrays), **options)
+
+    def double_backward(self, *arrays, **options):
+        return cuflash.double_backward(*map(self._rounded, arrays), **options)
+
     def _both(self, call, arrays, options):
         arrays = [self._rounded(x) for x in arrays]
         want = call(*arrays, **options)
@@ -61,7 +68,9 @@ class Compared:
 
     def _rounded(self, array):
         """An array in the dtype; lse, which has no axis of columns, as is."""
-        return array if array.ndim == 3 else array.astype(self.dtype)
+        if array is None or array.ndim == 3:
+            return array
+        return array.astype(self.dtype)
 
     def _placed(self, value):
         if isinstance(value, dict):

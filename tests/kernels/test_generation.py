@@ -45,7 +45,7 @@ class PagedCache(Cache):
         table = np.random.default_rng(0).permutation(pages)
         self.page_table = model.xp.asarray(table[None].astype(np.int32))
 
-    def attend(self, layer, q, k, v):
+    def attend(self, layer, q, k, v, visible):
         return cuflash.forward_kvcache(
             q,
             *self.layers[layer],
@@ -53,7 +53,7 @@ class PagedCache(Cache):
             v_new=v,
             cache_seqlens=self.seqlen,
             page_table=self.page_table,
-            causal=True,
+            **visible,
         )
 
 
