@@ -82,7 +82,8 @@ def exact(tensors: list[Any], dout: Any) -> list[Any]:
     q, k, v, bias = wide
     s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
     out = torch.softmax(s, -1) @ v
-    return [out.detach(), *torch.autograd.grad(out, wide, dout[:, :1].double())]
+    gradients = torch.autograd.grad(out, wide, dout[:, :1].double())
+    return [out.detach(), *gradients]
 
 
 def worst(forward: Forward, tensors: list[Any], dout: Any) -> float:
