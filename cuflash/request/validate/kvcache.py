@@ -259,8 +259,10 @@ def check_new_scales(
     options: Mapping[str, Any], address: Callable[[Any], int]
 ) -> None:
     """Check v_scale of such a call: a value is stored with its key's."""
-    scales = [options[x] for x in ("k_scale", "v_scale") if x in options]
-    if len(scales) == 2 and not are_first_columns(*scales, address):
+    k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
+    if v_scale is None:
+        return
+    if not are_first_columns(k_scale, v_scale, address):
         raise ValueRangeError(
             "v_scale is given with a v_cache that is k_cache's first columns, "
             "expected the same array as k_scale: a value is stored by the "
