@@ -467,7 +467,8 @@ def _finite(_: Any, x: Node) -> Node:
 
 
 def _round(params: Any, x: Node) -> Node:
-    if "EVEN" in str(params["rounding_method"]):
+    method = jax.lax.RoundingMethod(params["rounding_method"])
+    if method is jax.lax.RoundingMethod.TO_NEAREST_EVEN:
         return apply("rint", x)
     up = apply("add", apply("absolute", x), nodes.constant(0.5))
     return apply("multiply", _sign(x), apply("floor", up))

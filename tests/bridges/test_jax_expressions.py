@@ -252,6 +252,15 @@ SAME = {
         lambda s, b, h, i, j: s**3 + 1 / (1 + np.exp(-s)),
         lambda s, b, h, i, j: s**3 + jax.nn.sigmoid(s),
     ),
+    "half to even": (
+        lambda s, b, h, i, j: s + np.rint((i - j) * 0.5),
+        lambda s, b, h, i, j: s + jnp.round((i - j) * 0.5),
+    ),
+    "half away": (
+        lambda s, b, h, i, j: s
+        + np.sign(i - j) * np.floor(abs(i - j) * 0.5 + 0.5),
+        lambda s, b, h, i, j: s + jax.lax.round((i - j) * 0.5),
+    ),
     "series": (
         lambda s, b, h, i, j: sum(
             float(w) * np.cos(n * s) for n, w in enumerate(WEIGHTS)
