@@ -336,7 +336,20 @@ def mixed(s, b, h, i, j, *, table):
     return s + np.asarray(table)[i]
 
 
+@jax.custom_jvp
+def stepped(x):
+    return jnp.round(4 * x) / 4
+
+
+stepped.defjvp(lambda point, moved: (stepped(*point), *moved))
+
+
+def straight_through(s, b, h, i, j):
+    return stepped(s)
+
+
 BAD = {
+    "own derivative": (straight_through, "stepped has a derivative of its"),
     "loop": (looped, "scan has no rule: write a loop of Python"),
     "unsigned": (unsigned, r"unsigned integers: convert them first"),
     "erf": (of_scipy, "erf has no rule: write jax.nn.gelu's form"),
@@ -351,6 +364,47 @@ def test_errors_name_the_line_and_the_cure(name):
     with pytest.raises(ExpressionError, match=words) as caught:
         attention(Q, Q, Q, score_mod=function)
     assert f"{__file__}, line {line}" in str(caught.value)
+
+
+def test_a_derivative_of_its_own_does_not_count_in_a_mask():
+    given, _ = case("float32")
+    got = attention(
+        **given,
+        score_mod=lambda s, b, h, i, j: s + jnp.round(stepped(j * 0.5)),
+        mask_mod=lambda b, h, i, j: stepped(j * 0.5) <= i,
+    )
+    bias = jnp.round(jnp.arange(4) * 0.5)[None]
+    mask = np.arange(4) * 0.5 <= np.arange(3)[:, None]
+    wanted = attention(**given, bias=bias, mask=mask[None])
+    assert_allclose(got, wanted, "out", atol=40 * 2.0**-24)
+
+
+@pytest.mark.parametrize("name", ["relu", "relu6", "softplus"])
+def test_slopes_at_kinks_are_those_of_jax(name):
+    function = getattr(jax.nn, name)
+    with jax.enable_x64(True):
+        given, _ = case("float64")
+        k, v = given["k"][:, :, :1], given["v"][:, :, :1]
+        q = jnp.zeros_like(given["q"])
+
+        def ours(q, shift):
+            return attention(
+                q, k, v,
+                score_mod=lambda s, b, h, i, j: function(s + shift[j]) * j,
+            ).sum()  # fmt: skip
+
+        def theirs(q, shift):
+            s = jnp.einsum("bihd,bjgd->bhij", q, k) * 2**-0.5
+            p = jax.nn.softmax(function(s + shift) * jnp.arange(4), -1)
+            return jnp.einsum("bhij,bjgd->bihd", p, v).sum()
+
+        shift = jnp.asarray([0.0, 0.0, 6.0, -1.0])
+        for x, y in zip(
+            *(jax.grad(f, (0, 1))(q, shift) for f in (ours, theirs)),
+            strict=True,
+        ):
+            # Sums of 24 terms below 100.
+            assert_allclose(x, y, "gradient", atol=24 * 100 * 2.0**-53)
 
 
 def test_errors_of_mod_arrays():
