@@ -221,6 +221,34 @@ def test_readouts_take_functions(name):
         jax.grad(lambda t: call(q, t).sum())(table)
 
 
+@pytest.mark.parametrize("has_score", [False, True])
+def test_arrays_that_only_a_mask_reads_have_zero_derivatives(has_score):
+    given, table = case("float32")
+    score = {"score_mod": lambda s, b, h, i, j: s * table[h, i - j + 4]}
+
+    def call(q, limit):
+        out = attention(
+            q, given["k"], given["v"],
+            mask_mod=lambda b, h, i, j: (i >= j) | (limit[h] > 0),
+            **(score if has_score else {}),
+        )  # fmt: skip
+        return (out**2).sum()
+
+    point = given["q"], jnp.asarray([-1.0, 1.0])
+    both = jax.grad(call, (0, 1))
+    dq, dlimit = both(*point)
+    assert_same(dq, jax.grad(call)(*point))
+    zeros = (
+        dlimit,
+        jax.jacfwd(call, 1)(*point),
+        *jax.jacfwd(both, 1)(*point),
+        *jax.jacrev(jax.jacfwd(call, (0, 1)), 1)(*point),
+        *jax.jacfwd(jax.jacfwd(call, (0, 1)), 1)(*point),
+    )
+    for x in zeros:
+        assert_same(x, np.zeros_like(x))
+
+
 # ---- What a jaxpr may hold ----
 
 
