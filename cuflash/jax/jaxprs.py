@@ -239,14 +239,11 @@ class _Reader:
             return [given[0].squeezed(params["dimensions"])]
         if name == "gather":
             return [self._gather(eqn, *given)]
+        if name in _EACH or name in _SUMS:
+            _check_integers(eqn)
         if name in _SHAPES:
             arrays = [self.nodes_of(x) for x in given]
             return [_SHAPES[name](params, *arrays)]
-        if any(x.aval.dtype.kind == "u" for x in eqn.invars):
-            _refuse(
-                eqn, f"{name} of unsigned integers",
-                "convert them first: x.astype(jnp.int32)",
-            )  # fmt: skip
         if name not in _EACH:
             _refuse(eqn, f"{name} has no rule", _CURES.get(name, _CURE))
         return [self._each(functools.partial(_EACH[name], params), given, eqn)]
@@ -378,6 +375,32 @@ def _is_ours(x: Any) -> bool:
     return isinstance(x, _View) or x.dtype == object
 
 
+def _check_integers(eqn: Any) -> None:
+    """Refuse what wraps: nodes hold integers of 64 bits."""
+    name = eqn.primitive.name
+    given = [x.aval.dtype for x in eqn.invars]
+    to = eqn.outvars[0].aval.dtype
+    if name == "convert_element_type":
+        if _wraps(to) and not np.can_cast(given[0], to):
+            _refuse(
+                eqn, f"a conversion to {to}, which wraps",
+                "convert to jnp.int32, and write x % 256 or the like",
+            )  # fmt: skip
+        given = [x for x in given if x.kind == "u" and x.itemsize > 2]
+    elif to.kind == "b" or name in _CHOOSE:
+        given = [x for x in given if x.kind == "u"]
+    for dtype in filter(_wraps, given):
+        _refuse(
+            eqn, f"{name} of {dtype}, which wraps",
+            "convert it first: x.astype(jnp.int32)",
+        )  # fmt: skip
+
+
+def _wraps(dtype: np.dtype) -> bool:
+    """Whether it is an integer that is not int32 or int64."""
+    return dtype.kind == "u" or (dtype.kind == "i" and dtype.itemsize < 4)
+
+
 def _moves(x: Any) -> bool:
     """Whether a value may have a derivative."""
     if isinstance(x, np.ndarray) and x.dtype == object:
@@ -405,6 +428,9 @@ def _refuse(eqn: Any, what: str, cure: str) -> NoReturn:
 
 _INNER = "jaxpr", "call_jaxpr", "fun_jaxpr"
 _LOOPS = "while", "scan"
+_SUMS = "reduce_sum", "reduce_prod", "dot_general"
+# Results are operands.
+_CHOOSE = "max", "min", "clamp", "select_n", "copy", "copy_p"
 _CURE = (
     "write it with arithmetic, comparisons, jnp.where, exp, log, tanh, sqrt,"
     " sin, cos and the like, or put what it computes into an array of"

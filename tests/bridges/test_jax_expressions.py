@@ -252,6 +252,7 @@ def test_arrays_that_only_a_mask_reads_have_zero_derivatives(has_score):
 # ---- What a jaxpr may hold ----
 
 
+EIGHT_BITS = jnp.arange(0, 100, 25, jnp.int8)
 WEIGHTS = np.linspace(-1, 1, 5).astype(np.float32)
 
 # With JAX's functions, and the same with NumPy's.
@@ -296,6 +297,12 @@ SAME = {
         lambda s, b, h, i, j: (
             jnp.asarray(WEIGHTS) * jnp.cos(jnp.arange(5) * s)
         ).sum(),
+    ),
+    "narrow integers": (
+        lambda s, b, h, i, j: s + 25 * np.clip(j, 1, 2) + (i > j),
+        lambda s, b, h, i, j: s
+        + jnp.clip(EIGHT_BITS[j], 25, 50).astype(jnp.int16)
+        + (i > j).astype(jnp.uint8).astype(jnp.float32),
     ),
     "closure": (
         lambda s, b, h, i, j, *, w: s + w[np.minimum(j, 3)],
@@ -352,6 +359,14 @@ def unsigned(s, b, h, i, j):
     return s + jnp.right_shift(jnp.abs(i).astype(jnp.uint32), 1)
 
 
+def narrow(s, b, h, i, j):
+    return s + jnp.abs(100 * i).astype(jnp.int8)
+
+
+def narrow_sum(s, b, h, i, j):
+    return s + (EIGHT_BITS[j] + EIGHT_BITS[j])
+
+
 def of_scipy(s, b, h, i, j):
     return jax.scipy.special.erf(s)
 
@@ -379,7 +394,9 @@ def straight_through(s, b, h, i, j):
 BAD = {
     "own derivative": (straight_through, "stepped has a derivative of its"),
     "loop": (looped, "scan has no rule: write a loop of Python"),
-    "unsigned": (unsigned, r"unsigned integers: convert them first"),
+    "unsigned": (unsigned, "to uint32, which wraps: convert to jnp.int32"),
+    "narrow": (narrow, "to int8, which wraps: convert to jnp.int32"),
+    "narrow sum": (narrow_sum, "add of int8, which wraps: convert it first"),
     "erf": (of_scipy, "erf has no rule: write jax.nn.gelu's form"),
     "if": (with_if, "write np.where"),
 }
