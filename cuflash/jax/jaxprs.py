@@ -571,9 +571,24 @@ def _logaddexp(a: Node, b: Node) -> Node:
     return apply("where", apply("isnan", offset), apply("add", a, b), found)
 
 
+def _sinc_at_0(x: Node) -> Node:
+    """sin(x) / x at 0, the only place where jnp.sinc takes it.
+
+    Derivatives are right up to the fifth.
+    """
+    square = apply("multiply", x, x)
+    found = nodes.constant(1 / 120)
+    for term in (-1 / 6, 1.0):
+        found = apply(
+            "add", apply("multiply", found, square), nodes.constant(term)
+        )
+    return found
+
+
 # Functions of JAX's that have their own derivative, and rules that have it.
 _OWN_DERIVATIVES: dict[str, Callable[..., Node]] = {
     "relu": _relu, "relu6": _relu6, "logaddexp": _logaddexp,
+    "_sinc_maclaurin": _sinc_at_0,
 }  # fmt: skip
 
 

@@ -452,6 +452,25 @@ def test_slopes_at_kinks_are_those_of_jax(name):
             assert_allclose(x, y, "gradient", atol=24 * 100 * 2.0**-53)
 
 
+def test_the_second_derivative_of_sinc_at_0():
+    """Of one query and two keys, whose scores are sinc(x) and 0."""
+
+    def ours(x):
+        one = jnp.ones((1, 1, 1))
+        values = jnp.asarray([1.0, -1.0]).reshape(2, 1, 1)
+        return attention(
+            0 * one, jnp.ones((2, 1, 1)), values,
+            score_mod=lambda s, b, h, i, j: jnp.sinc(s + x) * (1 - j),
+        ).sum()  # fmt: skip
+
+    def theirs(x):
+        return jnp.tanh(jnp.sinc(x) / 2)
+
+    got, wanted = (jax.grad(jax.grad(f))(0.0) for f in (ours, theirs))
+    # Ten roundings of numbers below 10.
+    assert_allclose(got, wanted, "got", atol=10 * 10 * 2.0**-24)
+
+
 def test_errors_of_mod_arrays():
     def mask(b, h, i, j, *, n):
         return jnp.where(j < n, True, False)
