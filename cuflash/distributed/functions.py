@@ -7,7 +7,6 @@ further `mod_arrays` of the call, so that all blocks share their kernels.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -37,8 +36,10 @@ class Functions:
 
     Attributes
     ----------
-    given : mapping of str to callable
-        By role.
+    placed : mapping of str to callable
+        Functions of a block's indices, by role.
+    keywords : frozenset of str
+        The names of their keyword arguments.
     arrays : mapping of str to object
         `mod_arrays`: whole, on each rank.
     graphs : mapping of str to Node
@@ -47,7 +48,8 @@ class Functions:
         Of the whole call's heads, the first that this rank computes.
     """
 
-    given: Mapping[str, Callable[..., Any]]
+    placed: Mapping[str, Callable[..., Any]]
+    keywords: frozenset[str]
     arrays: Mapping[str, Any]
     graphs: Mapping[str, Node]
     first_head: int = 0
@@ -109,12 +111,9 @@ class Functions:
         numbers |= {
             _NUMBERS[x]: y
             for x, y in zip(nodes.LENGTHS, lengths, strict=True)
-            if x in named
+            if x in self.keywords
         }
-        found: dict[str, Any] = {
-            role: _placed(f, _keywords(f)) for role, f in self.given.items()
-        }
-        return found | {"mod_arrays": {**self.arrays, **numbers}}
+        return {**self.placed, "mod_arrays": {**self.arrays, **numbers}}
 
 
 def functions_of(asked: Mapping[str, Any]) -> Functions | None:
@@ -128,7 +127,11 @@ def functions_of(asked: Mapping[str, Any]) -> Functions | None:
     graphs = {x: y for x, y in recorded.fields if isinstance(y, Node)}
     arrays = dict(asked.get("mod_arrays", {}))
     arrays |= {traced.name_of(x): asked[x] for x in recorded.names}
-    return Functions({x: asked[x] for x in graphs}, arrays, graphs)
+    keywords = {x: _keywords(asked[x]) for x in graphs}
+    placed = {x: _placed(asked[x], own) for x, own in keywords.items()}
+    return Functions(
+        placed, frozenset().union(*keywords.values()), arrays, graphs
+    )
 
 
 def fingerprint(asked: Mapping[str, Any]) -> str:
@@ -157,7 +160,6 @@ def split(
     )
 
 
-@functools.lru_cache(maxsize=256)
 def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a function's keyword arguments; "" stands for any."""
     found = []
@@ -169,7 +171,6 @@ def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=256)
 def _placed(
     function: Callable[..., Any], own: tuple[str, ...]
 ) -> Callable[..., Any]:

@@ -68,7 +68,8 @@ class _Places(NamedTuple):
     Attributes
     ----------
     sequence_q, sequence_k : array or None
-        The sequence of each token, if they are packed.
+        The sequence of each token, if they are packed; of those behind the
+        last one, their count.
     index_q, index_k : array
         The number of each token in its sequence.
     lengths_q, lengths_k : array or int
@@ -119,7 +120,9 @@ class _Call(NamedTuple):
         shift = jnp.max(jnp.where(seen, s, -jnp.inf), -1, initial=-jnp.inf)
         sink = self.given.get("sink")
         if sink is not None:
-            sink = sink.astype(s.dtype)[:, None]
+            sink = jnp.where(
+                self._belongs(token), sink.astype(s.dtype)[:, None], -jnp.inf
+            )
             shift = jnp.maximum(shift, sink)
         # Nothing depends on it; of a row that sees nothing it is 0.
         shift = jax.lax.stop_gradient(shift)
@@ -164,6 +167,13 @@ class _Call(NamedTuple):
             self.given["k"].dtype,
         )
 
+    def _belongs(self, token: Any) -> Any:
+        """Whether queries are of a sequence; padding of packed ones is not."""
+        sequence = self.places.sequence_q
+        if sequence is None:
+            return jnp.ones(token.shape, bool)
+        return sequence[token] < len(self.given["cu_seqlens_q"]) - 1
+
     def _visible(self, token: Any, pairs: _Pairs) -> Any:
         left, right = self.asked.get("window", (None, None))
         if self.asked.get("causal"):
@@ -175,6 +185,7 @@ class _Call(NamedTuple):
             seen &= pairs.offset <= right
         if self.places.sequence_q is not None:
             seen &= pairs.b == self.places.sequence_k
+            seen &= self._belongs(token)[:, None]
         seen &= self._by_function("mask_mod", True, pairs)
         mask = self.given.get("mask")
         if mask is not None:

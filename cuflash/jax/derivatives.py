@@ -28,7 +28,7 @@ from cuflash.request.options import MOVED
 from cuflash.request.traced import is_named
 from cuflash.request.vmap import Names
 
-from . import by_xla
+from . import by_xla, functions
 from .calls import Asked
 from .primitives import (
     attention_p,
@@ -57,10 +57,22 @@ def _moved(names: Names, tangents: Sequence[Any]) -> dict[str, Any]:
     return moved
 
 
+def _moved_inputs(
+    names: Names, tangents: Sequence[Any], asked: Asked
+) -> dict[str, Any]:
+    """`_moved` of a call's inputs, without arrays that no score reads."""
+    scored = functions.scored(names, dict(asked))
+    return {
+        x: y
+        for x, y in _moved(names, tangents).items()
+        if not is_named(x) or x in scored
+    }
+
+
 def _sum(parts: Sequence[Sequence[Any]], like: Sequence[Any]) -> list[Any]:
     """The sums of several lists of tangents; 0 of none."""
     if not parts:
-        return [ad.Zero.from_primal_value(x) for x in like]
+        return [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in like]
     return [functools.reduce(ad.add_tangents, x) for x in zip(*parts)]  # noqa: B905
 
 
@@ -75,10 +87,13 @@ def _attention_jvp(
     asked: Asked,
     return_lse: bool,
 ) -> tuple[list[Any], list[Any]]:
-    moved = _moved(names, tangents)
+    moved = _moved_inputs(names, tangents, asked)
     results = attention_p.bind(
         *operands, names=names, asked=asked, return_lse=True
     )
+    if not moved:
+        results = results[: 1 + return_lse]
+        return results, _sum([], results)
     moving = tangent_p.bind(
         *moved.values(), *operands, *results, names=names, wrt=tuple(moved),
         asked=asked, return_lse=return_lse, several=False,
@@ -149,7 +164,7 @@ def _tangent_jvp(
         parts.append(
             tangent_p.bind(*linear.values(), *fixed, wrt=own, **params)
         )
-    moved = _moved(params["names"], tangents[n:-2])
+    moved = _moved_inputs(params["names"], tangents[n:-2], params["asked"])
     if moved:
         parts.append(
             second_tangent_p.bind(
@@ -193,7 +208,7 @@ def _gradients_jvp(
     n = 1 + params["has_dlse"]
     moved = dict(zip(("out", "lse"), tangents[:n], strict=False))
     moved = {x: y for x, y in moved.items() if type(y) is not ad.Zero}
-    moved |= _moved(params["names"], tangents[n:-2])
+    moved |= _moved_inputs(params["names"], tangents[n:-2], params["asked"])
     parts = []
     if moved:
         parts.append(

@@ -8,7 +8,7 @@ arrays from outside, which become operands of the call and have gradients.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -152,6 +152,13 @@ def _with_numbers(
 def of_batch(asked: Mapping[str, Any]) -> bool:
     """Whether functions depend on the number of a sequence."""
     return any("b" in asked[x].depends for x in _ROLES if x in asked)
+
+
+def scored(names: Iterable[str], asked: Mapping[str, Any]) -> set[str]:
+    """The arrays of graphs that a score reads, among a call's."""
+    own = [x for x in names if traced.is_named(x)]  # by slot
+    roots = [asked[x] for x in _ROLES[:1] if x in asked]
+    return {own[x.value[0]] for x in nodes.gathers(roots)}
 
 
 def with_arrays(arrays: dict[str, Any], asked: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ def record(
             "return one number of a pair",
         )
     values = [*leaves, *jax.tree.leaves(symbols), *jax.tree.leaves(arrays)]
-    reader = _Reader(operands)
+    reader = _Reader(operands, role == "score_mod")
     wrapped = [_one(x) if isinstance(x, Node) else x for x in values]
     (result,) = reader.run(made.jaxpr, made.consts, wrapped)
     return reader.nodes_of(result).item()
@@ -186,10 +186,17 @@ def _within(index: Node, most: int) -> Node:
 
 
 class _Reader:
-    """Runs a jaxpr on arrays, on views of them, and on arrays of nodes."""
+    """Runs a jaxpr on arrays, on views of them, and on arrays of nodes.
 
-    def __init__(self, operands: Operands) -> None:
-        self.operands = operands
+    Attributes
+    ----------
+    operands : Operands
+    is_score : bool
+        Whether the result is a score, which has derivatives.
+    """
+
+    def __init__(self, operands: Operands, is_score: bool) -> None:
+        self.operands, self.is_score = operands, is_score
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]
@@ -215,6 +222,8 @@ class _Reader:
         inner = next((params[x] for x in _INNER if x in params), None)
         if inner is not None and name not in _LOOPS:
             whole = _whole(params.get("name"), inner)
+            if whole is None and name.startswith("custom_"):
+                whole = self._own_derivative(eqn, inner, given)
             if whole is not None:
                 return [self._each(whole, given, eqn)]
             closed = hasattr(inner, "consts")
@@ -230,14 +239,11 @@ class _Reader:
             return [given[0].squeezed(params["dimensions"])]
         if name == "gather":
             return [self._gather(eqn, *given)]
+        if name in _EACH or name in _SUMS:
+            _check_integers(eqn)
         if name in _SHAPES:
             arrays = [self.nodes_of(x) for x in given]
             return [_SHAPES[name](params, *arrays)]
-        if any(x.aval.dtype.kind == "u" for x in eqn.invars):
-            _refuse(
-                eqn, f"{name} of unsigned integers",
-                "convert them first: x.astype(jnp.int32)",
-            )  # fmt: skip
         if name not in _EACH:
             _refuse(eqn, f"{name} has no rule", _CURES.get(name, _CURE))
         return [self._each(functools.partial(_EACH[name], params), given, eqn)]
@@ -248,6 +254,25 @@ class _Reader:
         return _array_of(
             np.frompyfunc(function, len(arrays), 1)(*arrays), shape
         )
+
+    def _own_derivative(self, eqn: Any, inner: Any, given: list[Any]) -> Any:
+        """The rule of one of JAX's functions that have their own derivative.
+
+        None where no derivative counts: the function's body is read.
+        """
+        of = inner.jaxpr.debug_info
+        if not trace.is_users(of.func_filename or "<unknown>"):
+            rule = _OWN_DERIVATIVES.get(of.func_name)
+            if rule is not None:
+                return rule
+        if self.is_score and any(map(_moves, given)):
+            _refuse(
+                eqn, f"{of.func_name} has a derivative of its own",
+                "write its value without jax.custom_jvp and jax.custom_vjp:"
+                " scores are differentiated by the rules of what they"
+                " compute",
+            )  # fmt: skip
+        return None
 
     def nodes_of(self, value: Any) -> np.ndarray:
         """The elements of a value: nodes."""
@@ -350,6 +375,45 @@ def _is_ours(x: Any) -> bool:
     return isinstance(x, _View) or x.dtype == object
 
 
+def _check_integers(eqn: Any) -> None:
+    """Refuse what wraps: nodes hold integers of 64 bits."""
+    name = eqn.primitive.name
+    given = [x.aval.dtype for x in eqn.invars]
+    to = eqn.outvars[0].aval.dtype
+    if name == "convert_element_type":
+        if _wraps(to) and not np.can_cast(given[0], to):
+            _refuse(
+                eqn, f"a conversion to {to}, which wraps",
+                "convert to jnp.int32, and write x % 256 or the like",
+            )  # fmt: skip
+        given = [x for x in given if x.kind == "u" and x.itemsize > 2]
+    elif to.kind == "b" or name in _CHOOSE:
+        given = [x for x in given if x.kind == "u"]
+    for dtype in filter(_wraps, given):
+        _refuse(
+            eqn, f"{name} of {dtype}, which wraps",
+            "convert it first: x.astype(jnp.int32)",
+        )  # fmt: skip
+
+
+def _wraps(dtype: np.dtype) -> bool:
+    """Whether it is an integer that is not int32 or int64."""
+    return dtype.kind == "u" or (dtype.kind == "i" and dtype.itemsize < 4)
+
+
+def _moves(x: Any) -> bool:
+    """Whether a value may have a derivative."""
+    if isinstance(x, np.ndarray) and x.dtype == object:
+        return any(
+            node.op == "score" or (node.op == "gather" and node.kind == "real")
+            for node in nodes.in_order(x.ravel())
+        )
+    array = x.array if isinstance(x, _View) else x
+    return isinstance(array, jax.Array) and jax.numpy.issubdtype(
+        array.dtype, jax.numpy.floating
+    )
+
+
 def _refuse(eqn: Any, what: str, cure: str) -> NoReturn:
     """Raise the error of an operation, at the user's line if it is known."""
     found = eqn.source_info.traceback
@@ -364,6 +428,9 @@ def _refuse(eqn: Any, what: str, cure: str) -> NoReturn:
 
 _INNER = "jaxpr", "call_jaxpr", "fun_jaxpr"
 _LOOPS = "while", "scan"
+_SUMS = "reduce_sum", "reduce_prod", "dot_general"
+# Results are operands.
+_CHOOSE = "max", "min", "clamp", "select_n", "copy", "copy_p"
 _CURE = (
     "write it with arithmetic, comparisons, jnp.where, exp, log, tanh, sqrt,"
     " sin, cos and the like, or put what it computes into an array of"
@@ -467,10 +534,62 @@ def _finite(_: Any, x: Node) -> Node:
 
 
 def _round(params: Any, x: Node) -> Node:
-    if "EVEN" in str(params["rounding_method"]):
+    method = jax.lax.RoundingMethod(params["rounding_method"])
+    if method is jax.lax.RoundingMethod.TO_NEAREST_EVEN:
         return apply("rint", x)
     up = apply("add", apply("absolute", x), nodes.constant(0.5))
     return apply("multiply", _sign(x), apply("floor", up))
+
+
+def _relu(x: Node) -> Node:
+    """Of slope 0 at 0."""
+    zero = nodes.constant(0.0)
+    return apply("where", apply("less_equal", x, zero), zero, x)
+
+
+def _relu6(x: Node) -> Node:
+    """Of slope 0 at 0 and 6."""
+    six = nodes.constant(6.0)
+    return apply("where", apply("greater_equal", x, six), six, _relu(x))
+
+
+def _logaddexp(a: Node, b: Node) -> Node:
+    """max(a, b) + log(1 + exp(-|a - b|)), whose slopes at a = b are 1/2."""
+
+    def rest(x: Node) -> Node:
+        x = apply("minimum", x, nodes.constant(0.0))
+        return apply("log1p", apply("exp", x))
+
+    offset = apply("subtract", a, b)
+    found = apply(
+        "where",
+        apply("less_equal", offset, nodes.constant(0.0)),
+        apply("add", b, rest(offset)),
+        apply("add", a, rest(apply("negative", offset))),
+    )
+    # Of two equal infinities, and of NaN.
+    return apply("where", apply("isnan", offset), apply("add", a, b), found)
+
+
+def _sinc_at_0(x: Node) -> Node:
+    """sin(x) / x at 0, the only place where jnp.sinc takes it.
+
+    Derivatives are right up to the fifth.
+    """
+    square = apply("multiply", x, x)
+    found = nodes.constant(1 / 120)
+    for term in (-1 / 6, 1.0):
+        found = apply(
+            "add", apply("multiply", found, square), nodes.constant(term)
+        )
+    return found
+
+
+# Functions of JAX's that have their own derivative, and rules that have it.
+_OWN_DERIVATIVES: dict[str, Callable[..., Node]] = {
+    "relu": _relu, "relu6": _relu6, "logaddexp": _logaddexp,
+    "_sinc_maclaurin": _sinc_at_0,
+}  # fmt: skip
 
 
 _SAME = {

@@ -91,6 +91,9 @@ def triangle_attention(
             **options,
         )  # fmt: skip
 
+    if not q.shape[0]:
+        lse = jnp.zeros((*q.shape[:-1], 1), wide)
+        return [jnp.zeros(q.shape, q.dtype), lse, None]
     results = [of_batch(i) for i in range(q.shape[0])]
     out = jnp.stack([x.swapaxes(1, 2) for x, _ in results])
     return [out, jnp.stack([x for _, x in results])[..., None], None]
@@ -193,21 +196,28 @@ def attention_pair_bias(
     if not is_cached_z_proj:
         bias = _linear(_layer_norm(z, w_ln_z, b_ln_z, eps), w_proj_z, b_proj_z)
         bias = bias.transpose(0, 3, 1, 2)
-    multiplicity, rest = divmod(q.shape[0], bias.shape[0])
+    batch = bias.shape[0]
+    multiplicity, rest = divmod(q.shape[0], batch) if batch else (1, len(q))
     if rest or q.ndim != 4 or q.shape[1] != num_heads:
         raise ShapeError(
             f"q has shape {tuple(q.shape)}, expected (a multiple of"
-            f" {bias.shape[0]}, {num_heads}, seqlen_q, head_dim): z has batch"
-            f" {bias.shape[0]}, num_heads is {num_heads}"
+            f" {batch}, {num_heads}, seqlen_q, head_dim): z has batch"
+            f" {batch}, num_heads is {num_heads}"
         )
     seen = mask
     if mask is not None:
         seen = jnp.asarray(mask)
+        shapes = [(x, bias.shape[-1]) for x in dict.fromkeys((batch, len(q)))]
+        if seen.shape not in shapes:
+            raise ShapeError(
+                f"mask has shape {seen.shape}, expected"
+                f" {' or '.join(map(str, shapes))}"
+            )
         if len(seen) != q.shape[0]:
             seen = jnp.repeat(seen, multiplicity, 0)
-        seen = seen.reshape(-1, multiplicity, 1, 1, seen.shape[-1])
+        seen = seen.reshape(batch, multiplicity, 1, 1, seen.shape[1])
     q_rows, k_rows, v_rows = (
-        x.reshape(-1, multiplicity, *x.shape[1:]) for x in (q, k, v)
+        x.reshape(batch, multiplicity, *x.shape[1:]) for x in (q, k, v)
     )
     out, _, _ = triangle_attention(
         q_rows, k_rows, v_rows, bias[:, None], seen, attn_scale,

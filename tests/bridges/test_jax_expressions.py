@@ -221,9 +221,38 @@ def test_readouts_take_functions(name):
         jax.grad(lambda t: call(q, t).sum())(table)
 
 
+@pytest.mark.parametrize("has_score", [False, True])
+def test_arrays_that_only_a_mask_reads_have_zero_derivatives(has_score):
+    given, table = case("float32")
+    score = {"score_mod": lambda s, b, h, i, j: s * table[h, i - j + 4]}
+
+    def call(q, limit):
+        out = attention(
+            q, given["k"], given["v"],
+            mask_mod=lambda b, h, i, j: (i >= j) | (limit[h] > 0),
+            **(score if has_score else {}),
+        )  # fmt: skip
+        return (out**2).sum()
+
+    point = given["q"], jnp.asarray([-1.0, 1.0])
+    both = jax.grad(call, (0, 1))
+    dq, dlimit = both(*point)
+    assert_same(dq, jax.grad(call)(*point))
+    zeros = (
+        dlimit,
+        jax.jacfwd(call, 1)(*point),
+        *jax.jacfwd(both, 1)(*point),
+        *jax.jacrev(jax.jacfwd(call, (0, 1)), 1)(*point),
+        *jax.jacfwd(jax.jacfwd(call, (0, 1)), 1)(*point),
+    )
+    for x in zeros:
+        assert_same(x, np.zeros_like(x))
+
+
 # ---- What a jaxpr may hold ----
 
 
+EIGHT_BITS = jnp.arange(0, 100, 25, jnp.int8)
 WEIGHTS = np.linspace(-1, 1, 5).astype(np.float32)
 
 # With JAX's functions, and the same with NumPy's.
@@ -252,6 +281,15 @@ SAME = {
         lambda s, b, h, i, j: s**3 + 1 / (1 + np.exp(-s)),
         lambda s, b, h, i, j: s**3 + jax.nn.sigmoid(s),
     ),
+    "half to even": (
+        lambda s, b, h, i, j: s + np.rint((i - j) * 0.5),
+        lambda s, b, h, i, j: s + jnp.round((i - j) * 0.5),
+    ),
+    "half away": (
+        lambda s, b, h, i, j: s
+        + np.sign(i - j) * np.floor(abs(i - j) * 0.5 + 0.5),
+        lambda s, b, h, i, j: s + jax.lax.round((i - j) * 0.5),
+    ),
     "series": (
         lambda s, b, h, i, j: sum(
             float(w) * np.cos(n * s) for n, w in enumerate(WEIGHTS)
@@ -259,6 +297,12 @@ SAME = {
         lambda s, b, h, i, j: (
             jnp.asarray(WEIGHTS) * jnp.cos(jnp.arange(5) * s)
         ).sum(),
+    ),
+    "narrow integers": (
+        lambda s, b, h, i, j: s + 25 * np.clip(j, 1, 2) + (i > j),
+        lambda s, b, h, i, j: s
+        + jnp.clip(EIGHT_BITS[j], 25, 50).astype(jnp.int16)
+        + (i > j).astype(jnp.uint8).astype(jnp.float32),
     ),
     "closure": (
         lambda s, b, h, i, j, *, w: s + w[np.minimum(j, 3)],
@@ -315,6 +359,14 @@ def unsigned(s, b, h, i, j):
     return s + jnp.right_shift(jnp.abs(i).astype(jnp.uint32), 1)
 
 
+def narrow(s, b, h, i, j):
+    return s + jnp.abs(100 * i).astype(jnp.int8)
+
+
+def narrow_sum(s, b, h, i, j):
+    return s + (EIGHT_BITS[j] + EIGHT_BITS[j])
+
+
 def of_scipy(s, b, h, i, j):
     return jax.scipy.special.erf(s)
 
@@ -327,9 +379,24 @@ def mixed(s, b, h, i, j, *, table):
     return s + np.asarray(table)[i]
 
 
+@jax.custom_jvp
+def stepped(x):
+    return jnp.round(4 * x) / 4
+
+
+stepped.defjvp(lambda point, moved: (stepped(*point), *moved))
+
+
+def straight_through(s, b, h, i, j):
+    return stepped(s)
+
+
 BAD = {
+    "own derivative": (straight_through, "stepped has a derivative of its"),
     "loop": (looped, "scan has no rule: write a loop of Python"),
-    "unsigned": (unsigned, r"unsigned integers: convert them first"),
+    "unsigned": (unsigned, "to uint32, which wraps: convert to jnp.int32"),
+    "narrow": (narrow, "to int8, which wraps: convert to jnp.int32"),
+    "narrow sum": (narrow_sum, "add of int8, which wraps: convert it first"),
     "erf": (of_scipy, "erf has no rule: write jax.nn.gelu's form"),
     "if": (with_if, "write np.where"),
 }
@@ -342,6 +409,66 @@ def test_errors_name_the_line_and_the_cure(name):
     with pytest.raises(ExpressionError, match=words) as caught:
         attention(Q, Q, Q, score_mod=function)
     assert f"{__file__}, line {line}" in str(caught.value)
+
+
+def test_a_derivative_of_its_own_does_not_count_in_a_mask():
+    given, _ = case("float32")
+    got = attention(
+        **given,
+        score_mod=lambda s, b, h, i, j: s + jnp.round(stepped(j * 0.5)),
+        mask_mod=lambda b, h, i, j: stepped(j * 0.5) <= i,
+    )
+    bias = jnp.round(jnp.arange(4) * 0.5)[None]
+    mask = np.arange(4) * 0.5 <= np.arange(3)[:, None]
+    wanted = attention(**given, bias=bias, mask=mask[None])
+    assert_allclose(got, wanted, "out", atol=40 * 2.0**-24)
+
+
+@pytest.mark.parametrize("name", ["relu", "relu6", "softplus"])
+def test_slopes_at_kinks_are_those_of_jax(name):
+    function = getattr(jax.nn, name)
+    with jax.enable_x64(True):
+        given, _ = case("float64")
+        k, v = given["k"][:, :, :1], given["v"][:, :, :1]
+        q = jnp.zeros_like(given["q"])
+
+        def ours(q, shift):
+            return attention(
+                q, k, v,
+                score_mod=lambda s, b, h, i, j: function(s + shift[j]) * j,
+            ).sum()  # fmt: skip
+
+        def theirs(q, shift):
+            s = jnp.einsum("bihd,bjgd->bhij", q, k) * 2**-0.5
+            p = jax.nn.softmax(function(s + shift) * jnp.arange(4), -1)
+            return jnp.einsum("bhij,bjgd->bihd", p, v).sum()
+
+        shift = jnp.asarray([0.0, 0.0, 6.0, -1.0])
+        for x, y in zip(
+            *(jax.grad(f, (0, 1))(q, shift) for f in (ours, theirs)),
+            strict=True,
+        ):
+            # Sums of 24 terms below 100.
+            assert_allclose(x, y, "gradient", atol=24 * 100 * 2.0**-53)
+
+
+def test_the_second_derivative_of_sinc_at_0():
+    """Of one query and two keys, whose scores are sinc(x) and 0."""
+
+    def ours(x):
+        one = jnp.ones((1, 1, 1))
+        values = jnp.asarray([1.0, -1.0]).reshape(2, 1, 1)
+        return attention(
+            0 * one, jnp.ones((2, 1, 1)), values,
+            score_mod=lambda s, b, h, i, j: jnp.sinc(s + x) * (1 - j),
+        ).sum()  # fmt: skip
+
+    def theirs(x):
+        return jnp.tanh(jnp.sinc(x) / 2)
+
+    got, wanted = (jax.grad(jax.grad(f))(0.0) for f in (ours, theirs))
+    # Ten roundings of numbers below 10.
+    assert_allclose(got, wanted, "got", atol=10 * 10 * 2.0**-24)
 
 
 def test_errors_of_mod_arrays():

@@ -50,7 +50,7 @@ def along(function, tangents):
     return lambda x: jax.jvp(function, (x,), (tangents,))[1]
 
 
-CASES = [*options(), "packed", "packed dropout"]
+CASES = [*options(), "packed", "packed dropout", "packed and padding"]
 
 
 @pytest.mark.parametrize("rows", ["one block", "blocks"])
@@ -64,6 +64,10 @@ def test_forward_twice_is_forward_over_reverse(name, rows, monkeypatch):
         if name == "packed dropout":
             chosen = {"dropout": 0.4, "seed": 2**64 - 5, "causal": True}
         given = (packed if "packed" in name else inputs)("float64")
+        if name == "packed and padding":
+            chosen = {"sink": normal(4, dtype="float64")}
+            given["cu_seqlens_q"] = np.array([0, 1, 3], np.int32)
+            given["cu_seqlens_k"] = np.array([0, 2, 5], np.int32)
         arrays, others = split(given | chosen)
         wrt = {n: arrays.pop(n) for n in DIFFERENTIABLE if n in arrays}
         u, w = (

@@ -120,6 +120,24 @@ def test_a_cached_projection():
     assert none is None
 
 
+def test_an_empty_batch():
+    def loss(q, k, v, bias):
+        out, lse, _ = triangle_attention(q, k, v, bias, None, None)
+        assert lse.shape == (*q.shape[:-1], 1)
+        return out.sum()
+
+    inputs = [x[:0] for x in triangle_inputs()]
+    gradients = jax.grad(loss, range(4))(*inputs)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
+    given = {
+        x: jnp.asarray(y if "w_" in x or "b_" in x else y[:0])
+        for x, y in pair_inputs(1).items()
+    }
+    for mask in (None, np.ones((0, 7), bool)):
+        out, bias = attention_pair_bias(**given, mask=mask, num_heads=2)
+        assert out.shape == (0, 5, 4) and bias.shape == (0, 2, 5, 7)
+
+
 def test_wrong_shapes():
     q, k, v, bias = triangle_inputs()
     with pytest.raises(cuflash.ShapeError, match="bias has shape .2, 2, 5, 7"):
@@ -129,3 +147,7 @@ def test_wrong_shapes():
     given = {x: jnp.asarray(y) for x, y in pair_inputs(1).items()}
     with pytest.raises(cuflash.ShapeError, match="num_heads is 3"):
         attention_pair_bias(**given, mask=None, num_heads=3)
+    given = {x: jnp.asarray(y) for x, y in pair_inputs(3).items()}
+    words = r"mask has shape \(3, 7\), expected \(2, 7\) or \(6, 7\)"
+    with pytest.raises(cuflash.ShapeError, match=words):
+        attention_pair_bias(**given, mask=np.ones((3, 7)), num_heads=2)

@@ -1,5 +1,7 @@
 """A user's score and mask of sequences that ranks share."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -127,6 +129,22 @@ def test_kernels(backend):
     wide = [x.astype(np.float64) for x in arrays]
     want = whole(wide, options_of("near"))
     assert_same(map(backend.fetch, got), want, 2.0**-24)
+
+
+@dataclass
+class Near:
+    """A callable without a hash, as dataclasses that compare have none."""
+
+    width: int
+
+    def __call__(self, b, h, q_idx, kv_idx, *, seqlen_k):
+        return (abs(q_idx - kv_idx) < self.width) | (kv_idx == seqlen_k - 1)
+
+
+def test_a_callable_without_a_hash():
+    arrays, options = inputs(), {"mask_mod": Near(10)}
+    got = shared(2, arrays, options, {"layout": "zigzag"})
+    assert_same(got, whole(arrays, options), 2.0**-53)
 
 
 def test_hidden_blocks_are_nobodys():
