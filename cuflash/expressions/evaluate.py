@@ -102,6 +102,12 @@ def _schedule(
     return tuple((x, tuple(dead.get(x, ()))) for x in order)
 
 
+def _widened(x: Any) -> Any:
+    """An int32 as int64; others as they are."""
+    x = np.asarray(x)
+    return x.astype(np.int64) if x.dtype == np.int32 else x
+
+
 class Values:
     """The values of nodes, each computed once.
 
@@ -220,10 +226,12 @@ class Values:
         if node.op == "gather":
             return self._gathered(node)
         args = [self._known[x] for x in node.args]
+        wants = self._dtype(node)
+        if wants == np.int64:  # NumPy computes in the operands' dtype
+            args = [_widened(x) for x in args]
         shape = np.broadcast_shapes(*map(np.shape, args))
         if self._buffers is None or np.prod(shape) < LEAST_BUFFER:
             value = FUNCTIONS[node.op].evaluate(*args)
-            wants = self._dtype(node)
             return value if value.dtype == wants else value.astype(wants)
         out = self._buffer(node, shape, args, dead)
         if node.op in _WITH_OUT:

@@ -4,10 +4,12 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import cuflash
 from cuflash.expressions import derivative
 from cuflash.expressions.evaluate import ModArrays, Values
 from cuflash.reference import expressions as reference
 from expression_strategies import ARRAYS, Drawn, masks, scores
+from helpers.compare import assert_all
 from helpers.expression_calls import (
     Pairs,
     given_of,
@@ -107,3 +109,15 @@ def _of_dual_numbers(function, values, pairs):
         return reference.score(
             function.function, pairs.score, _place(pairs), values, _REALS
         )
+
+
+def test_ints_have_64_bits():
+    """Products of 32-bit indices, too, on NumPy arrays."""
+
+    def drawn(b, h, q_idx, kv_idx):
+        return (kv_idx + 1) * 2000000011 % 7 < 3
+
+    q, v = np.zeros((6, 4), np.float32), np.eye(6, dtype=np.float32)
+    seen = cuflash.forward(q, q, v, mask_mod=drawn)[0] > 0
+    want = [(j + 1) * 2000000011 % 7 < 3 for j in range(6)]
+    assert_all(seen, want, "seen")
