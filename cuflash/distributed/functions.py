@@ -64,11 +64,6 @@ class Functions:
         """The indices that they depend on."""
         return frozenset().union(*(x.depends for x in self.graphs.values()))
 
-    @property
-    def named(self) -> set[str]:
-        """Their keyword arguments."""
-        return {x for f in self.given.values() for x in _keywords(f)}
-
     def check_numbers(self, packed: bool, ulysses: int) -> None:
         """Raise, on all ranks, if blocks leave no room for the numbers."""
         reserved = sorted(self.arrays.keys() & set(_NUMBERS.values()))
@@ -80,7 +75,7 @@ class Functions:
         moved = {"b": packed, "h": ulysses > 1, "q_idx": True, "kv_idx": True}
         depends = self.depends
         added = [x for x in nodes.INDICES if x in depends and moved[x]]
-        added += [x for x in nodes.LENGTHS if x in self.named]
+        added += [x for x in nodes.LENGTHS if x in self.keywords]
         own = sum(not hasattr(x, "shape") for x in self.arrays.values())
         most = traced.MOST - len(added)
         if own > most:
@@ -92,7 +87,7 @@ class Functions:
 
     def arguments(self, block: Block, mask: Mask) -> dict[str, Any]:
         """The arguments of a block's call."""
-        depends, named = self.depends, self.named
+        depends = self.depends
         lengths = [
             offsets[block.sequence + 1] - offsets[block.sequence]
             for offsets in (mask.offsets_q, mask.offsets_k)
