@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import weakref
 from collections.abc import Mapping
 from types import (
     BuiltinFunctionType,
@@ -54,6 +55,36 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+class _SameObject:
+    """A value that only itself equals, as long as it lives."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._hash, self._value = id(value), weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        value = self._value()
+        return (
+            isinstance(other, _SameObject)
+            and value is not None
+            and value is other._value()
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _same(value: Any) -> Same | _SameObject:
+    """A value by its identity; kept alive only if it has no weak reference."""
+    try:
+        return _SameObject(value)
+    except TypeError:
+        return Same(value)
 
 
 class Look(Protocol):
@@ -158,7 +189,7 @@ class _Content:
         if kind is ModuleType and _root(value) in _LIBRARIES:
             return value
         if id(value) in self._within:
-            return Same(value)
+            return _same(value)
         if depth > _DEEPEST:
             raise _ChangeableError
         self._within.add(id(value))
@@ -261,7 +292,7 @@ class _Content:
             own = vars(value)
         else:
             own = self._of_instance(kind, value)
-        return Same(value), self._named(own, depth)
+        return _same(value), self._named(own, depth)
 
     def _named(self, own: dict[str, Any], depth: int) -> Any:
         """The attributes that codes name."""

@@ -7,7 +7,6 @@ the table says so.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +157,10 @@ class _Theirs:
         self.shape = tuple(block_mask.shape)
         self.snapshot = functions.Snapshot(_with_table(block_mask))
 
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A copy of a block mask has none."""
+        return type(None), ()
+
     def is_of(self, block_mask: Any) -> bool:
         """Whether the block mask still is what it was."""
         for name, part in self._parts:
@@ -169,7 +172,9 @@ class _Theirs:
         return True
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, _Theirs] = weakref.WeakKeyDictionary()
+# The attribute of a BlockMask of PyTorch's that holds its `_Theirs`, which may
+# lead to it: a table, even a weak one, would keep both.
+_KNOWN = "_cuflash_mask"
 _PARTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "mask_mod", "seq_lengths", "BLOCK_SIZE",
@@ -197,7 +202,8 @@ def mask_of(
     if isinstance(block_mask, BlockMask):
         _check_sizes(block_mask.shape, query, key)
         return block_mask.mask_mod if compiling else block_mask
-    found = None if compiling else _KNOWN.get(block_mask)
+    own = {} if compiling else getattr(block_mask, "__dict__", {})
+    found = own.get(_KNOWN)
     if found is not None and found.is_of(block_mask):
         _check_sizes(found.shape, query, key)
         return found
@@ -212,7 +218,7 @@ def mask_of(
     _check_sizes(tuple(block_mask.shape), query, key)
     if compiling:
         return _blocks(block_mask)
-    found = _KNOWN[block_mask] = _Theirs(block_mask)
+    found = own[_KNOWN] = _Theirs(block_mask)
     return found
 
 

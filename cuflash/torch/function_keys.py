@@ -57,20 +57,26 @@ class Key:
 
     Attributes
     ----------
+    function : callable
     value : object
         None: there is none.
     tensors : list of Tensor
     """
 
-    __slots__ = ("_metadata", "_watch", "tensors", "value")
+    __slots__ = ("_metadata", "_watch", "function", "tensors", "value")
 
     def __init__(self, function: Any) -> None:
+        self.function = function
         look, self._watch = _Collected(), Watch()
         found = fingerprint(function, look, self._watch)
         # By a number: it is looked up in each call.
         self.value = None if found is None else _number_of(found)
         self.tensors = look.tensors
         self._metadata = [(x, x.dtype, x.shape) for x in look.tensors]
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A copy of a function has no key."""
+        return type(None), ()
 
     def holds(self) -> bool:
         """Whether the function would have the same."""
@@ -84,7 +90,9 @@ class Key:
 
 _NUMBER_OF: dict[Any, int] = {}
 _MOST_NUMBERS = 4096
-_KEYS: weakref.WeakKeyDictionary[Any, Key] = weakref.WeakKeyDictionary()
+# The attribute of a function that is its key. A key leads to its function and
+# to what that closes over: a table of them, even a weak one, would keep all.
+_KEY = "__cuflash_key__"
 
 
 def _number_of(found: Any) -> int:
@@ -97,7 +105,9 @@ def key_of(function: Any) -> Key:
     """A function's key, by one look-up where nothing has changed."""
     if type(function) is not FunctionType:
         return Key(function)
-    found = _KEYS.get(function)
-    if found is None or not found.holds():
-        found = _KEYS[function] = Key(function)
+    own = function.__dict__
+    found = own.get(_KEY)
+    # functools.wraps() copies a function's attributes.
+    if found is None or found.function is not function or not found.holds():
+        found = own[_KEY] = Key(function)
     return found
