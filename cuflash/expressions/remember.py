@@ -12,6 +12,7 @@ import dis
 import functools
 import weakref
 from collections.abc import Mapping
+from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -32,8 +33,15 @@ _LIBRARIES = {
 }  # fmt: skip
 # What does not change while its name stands for it.
 _STEADY = (
-    BuiltinFunctionType, MethodType, np.ufunc, np.dtype, type(np.where), type
+    BuiltinFunctionType, MethodType, np.ufunc, np.dtype, type(np.where)
 )  # fmt: skip
+# What finds attributes by strings, which then count as names.
+_BY_STRING = frozenset(
+    ("getattr", "hasattr", "attrgetter", "__dict__", "vars")
+)
+# Shows that an object has content besides attributes, or makes them up: a
+# container, an iterator, an array of any library.
+_CHANGING = "__len__", "__getitem__", "__iter__", "shape", "__getattr__"
 _LONGEST = 64  # elements that are compared one by one
 _DEEPEST = 8  # of what leads to something
 
@@ -106,10 +114,13 @@ class Attributes(NamedTuple):
         Stands for the object.
     spaces : tuple of mapping
         In which its attributes are found, in this order.
+    whole : tuple of mapping
+        All of whose content counts, under any name.
     """
 
     identity: Any
     spaces: tuple[Mapping[str, Any], ...]
+    whole: tuple[Mapping[str, Any], ...] = ()
 
 
 def fingerprint(
@@ -159,6 +170,8 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
             if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
         ]
         names = {*code.co_names}
+        if names & _BY_STRING:
+            names |= {x for x in code.co_consts if type(x) is str}
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
                 more = _names(inner)
@@ -183,6 +196,8 @@ class _Content:
         """A value by what codes with these names can read of it."""
         kind = type(value)
         if kind in _PLAIN:
+            if kind is str and self.names & _BY_STRING:
+                self.names.add(value)
             return kind, value
         if kind is float:
             return kind, repr(value)  # tells -0.0 from 0.0, knows a NaN
@@ -210,7 +225,9 @@ class _Content:
             if found is not None:
                 return found
         if kind is not tuple:
-            self._watch.is_possible &= kind in _STEADY
+            self._watch.is_possible &= kind in _STEADY or (
+                kind is type and _is_of_library(value)
+            )
         if kind in (tuple, list):
             return kind, self._several(value, depth)
         if kind is dict:
@@ -246,7 +263,11 @@ class _Content:
             own |= {x: space[x] for x in self.names if x in space}
             for name in self.names:
                 self._watch.name(space, name)
-        return found.identity, self._named(own, depth)
+        listed = []
+        for space in found.whole:
+            self._watch.all_of(space)
+            listed += [tuple(space), self._several(space.values(), depth)]
+        return found.identity, self._named(own, depth), *listed
 
     def _of_function(self, function: Any, depth: int) -> Any:
         code, space = function.__code__, function.__globals__
@@ -266,6 +287,11 @@ class _Content:
         parts += [self.of(x, depth) for x in function.__defaults__ or ()]
         named = function.__kwdefaults__ or {}
         parts += [(x, self.of(y, depth)) for x, y in named.items()]
+        own = function.__dict__
+        parts.append(self._named(own, depth))
+        for name in own:
+            if name in self.names:
+                self._watch.name(own, name)
         for name in read:
             self._watch.name(space, name)
         parts += [(x, self.of(space[x], depth)) for x in read if x in space]
@@ -285,14 +311,15 @@ class _Content:
             inner = "fget" if kind is property else "__func__"
             return kind, self.of(getattr(value, inner), depth)
         if isinstance(value, type):
-            if _root(value) in _LIBRARIES or value.__module__ == "builtins":
+            if _is_of_library(value):
                 return Same(value)
             own = _all_of(value)
         elif kind is ModuleType:
             own = vars(value)
         else:
             own = self._of_instance(kind, value)
-        return _same(value), self._named(own, depth)
+        items = self._several(value, depth) if isinstance(value, tuple) else ()
+        return _same(value), self._named(own, depth), items
 
     def _named(self, own: dict[str, Any], depth: int) -> Any:
         """The attributes that codes name."""
@@ -305,10 +332,9 @@ class _Content:
     def _of_instance(kind: type, value: Any) -> dict[str, Any]:
         """Attributes of an object and of its class."""
         own = _all_of(kind)
-        changeable = isinstance(value, (set, frozenset, bytearray))
-        # An array of any library; an object that makes up attributes.
-        if changeable or "shape" in own or "__getattr__" in own:
-            raise _ChangeableError
+        if not isinstance(value, (tuple, str, bytes)):
+            if kind is ContextVar or not own.keys().isdisjoint(_CHANGING):
+                raise _ChangeableError
         for name, slot in own.items():
             if isinstance(slot, MemberDescriptorType):
                 own[name] = getattr(value, name, None)
@@ -320,6 +346,11 @@ def _root(value: Any) -> str:
         value.__module__
     )  # fmt: skip
     return str(name).partition(".")[0]
+
+
+def _is_of_library(kind: type) -> bool:
+    """Whether nobody assigns to a class's attributes."""
+    return _root(kind) in _LIBRARIES or kind.__module__ == "builtins"
 
 
 def _all_of(kind: type) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class Watch:
         Whether all that it reads can be watched.
     """
 
-    __slots__ = ("_cells", "_functions", "_names", "is_possible")
+    __slots__ = ("_cells", "_functions", "_names", "_whole", "is_possible")
 
     def __init__(self) -> None:
         self.begin()
@@ -28,6 +28,7 @@ class Watch:
         self.is_possible = True
         self._cells: list[tuple[CellType, Any]] = []
         self._names: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._whole: list[tuple[Mapping[str, Any], tuple[str, ...]]] = []
         self._functions: list[tuple[FunctionType, Any, Any]] = []
 
     def cell(self, cell: CellType, content: Any) -> None:
@@ -37,6 +38,12 @@ class Watch:
     def name(self, space: Mapping[str, Any], name: str) -> None:
         """Watch a name among globals, or among attributes."""
         self._names.append((space, name, space.get(name, _MISSING)))
+
+    def all_of(self, space: Mapping[str, Any]) -> None:
+        """Watch all of some attributes."""
+        for name in space:
+            self.name(space, name)
+        self._whole.append((space, tuple(space)))
 
     def function(self, function: FunctionType) -> None:
         """Watch what may be assigned to a function."""
@@ -54,6 +61,9 @@ class Watch:
                 return False
         for space, name, value in self._names:
             if space.get(name, _MISSING) is not value:
+                return False
+        for space, names in self._whole:
+            if tuple(space) != names:
                 return False
         for function, code, defaults in self._functions:
             if function.__code__ is not code:

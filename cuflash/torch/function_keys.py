@@ -40,7 +40,8 @@ class _Collected:
             bases = bases[: bases.index(torch.nn.Module)]
             spaces = vars(value), value._parameters, value._buffers
             spaces = *spaces, value._modules, *map(vars, bases)
-            return Attributes((torch.nn.Module, number), spaces)
+            whole = spaces[1:4] if hasattr(value, "__len__") else ()
+            return Attributes((torch.nn.Module, number), spaces, whole)
         if type(value) in _STEADY:
             return value
         return None

@@ -162,6 +162,37 @@ def test_a_block_mask_reads_what_has_changed():
         ids[4:] = 1
 
 
+class Width:
+    width = 1
+
+
+def of_modules(make):
+    """A function of a Sequential's first module, and what changes it."""
+    modules = torch.nn.Sequential(make(1))
+    return (
+        lambda b, h, i, j: i - j < modules[0].out_features,
+        lambda width: modules.__setitem__(0, make(width)),
+    )
+
+
+CHANGED = {
+    "class": lambda: (
+        lambda b, h, i, j: i - j < Width.width,
+        lambda width: setattr(Width, "width", width),
+    ),
+    "modules": lambda: of_modules(lambda width: torch.nn.Linear(1, width)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_numbers_that_are_attributes_change(name):
+    mask, change = CHANGED[name]()
+    for width in 2, 3, 2:
+        change(width)
+        got = attention(*QKV, mask_mod=mask)
+        assert_near(got, attention(*QKV, window=(width - 1, None)))
+
+
 @pytest.mark.parametrize("dims", [(1, None), (0, 0), (None, 0)])
 def test_vmap(dims):
     """By the batch's index they run one after another."""
