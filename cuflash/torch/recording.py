@@ -60,8 +60,8 @@ class Recording(NamedTuple):
         Of the tensors that they read from outside.
     tensors : tuple of Tensor
         These tensors, by slot.
-    of_mask : tuple of int
-        The slots that a mask_mod reads.
+    of_mask, numbers_of_mask : tuple of int
+        The slots of arrays and of numbers that a mask_mod reads.
     lasts : bool
         Whether it depends on no number of a tensor.
     """
@@ -70,6 +70,7 @@ class Recording(NamedTuple):
     names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
     of_mask: tuple[int, ...]
+    numbers_of_mask: tuple[int, ...]
     lasts: bool
 
 
@@ -134,8 +135,13 @@ class _Captured(ArraySymbol):
         if function.__name__ in ("dot", "inner", "vdot") and both:
             a, b = args
             return sum(x * y for x, y in zip(a, b, strict=True))
-        row = next(x for x in args if isinstance(x, cls))
-        return row._used()
+        for x in args:
+            if isinstance(x, cls):
+                return x._used()
+        trace.refuse(
+            f"torch.{function.__name__} of arrays",
+            "read an element of each: table[q_idx]",
+        )
 
 
 class _Capture(TorchFunctionMode):
@@ -260,6 +266,7 @@ def recorded(
     names = tuple([traced.named(capture.name_of(x)) for x in capture.tensors])
     read_from = {**own, **dict(zip(names, capture.tensors, strict=True))}
     traced.given_of(_described(read_from), values)  # checks them
+    mask = dict(roots).get("mask_mod")
     graphs = Graphs(
         tuple(roots), moved_of(roots, read_from), reads_batch(roots)
     )
@@ -267,7 +274,8 @@ def recorded(
         graphs,
         names,
         tuple(capture.tensors),
-        _slots(dict(roots).get("mask_mod")),
+        _slots(mask),
+        tuple(sorted(_numbers_in(mask))),
         not capture.is_changeable,
     )
 
@@ -338,6 +346,14 @@ def moved_of(
 def reads_batch(roots: Iterable[tuple[str, Node]]) -> bool:
     """Whether graphs depend on the position in the batch."""
     return any("b" in x.depends for _, x in roots)
+
+
+def _numbers_in(root: Node | None) -> set[int]:
+    """The slots of the numbers that a graph reads."""
+    if root is None:
+        return set()
+    every = nodes.in_order([root])
+    return {x.value for x in every if x.op == "number"}
 
 
 def _slots(root: Node | None) -> tuple[int, ...]:
