@@ -36,12 +36,10 @@ _STEADY = (
     BuiltinFunctionType, MethodType, np.ufunc, np.dtype, type(np.where)
 )  # fmt: skip
 # What finds attributes by strings, which then count as names.
-_BY_STRING = frozenset(
-    ("getattr", "hasattr", "attrgetter", "__dict__", "vars")
-)
+BY_STRING = frozenset(("getattr", "hasattr", "attrgetter", "__dict__", "vars"))
 # Shows that an object has content besides attributes, or makes them up: a
 # container, an iterator, an array of any library.
-_CHANGING = "__len__", "__getitem__", "__iter__", "shape", "__getattr__"
+CHANGING = "__len__", "__getitem__", "__iter__", "shape", "__getattr__"
 _LONGEST = 64  # elements that are compared one by one
 _DEEPEST = 8  # of what leads to something
 
@@ -160,7 +158,7 @@ _REACHED: dict[Any, frozenset[str]] = {}
 _NAMES: dict[CodeType, tuple[tuple[str, ...], frozenset[str]]] = {}
 
 
-def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+def names_of(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     """The globals that a code reads, and all names, attributes among them."""
     found = _NAMES.get(code)
     if found is None:
@@ -170,11 +168,11 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
             if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
         ]
         names = {*code.co_names}
-        if names & _BY_STRING:
+        if names & BY_STRING:
             names |= {x for x in code.co_consts if type(x) is str}
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
-                more = _names(inner)
+                more = names_of(inner)
                 read += more[0]
                 names |= more[1]
         found = tuple(dict.fromkeys(read)), frozenset(names)
@@ -196,12 +194,12 @@ class _Content:
         """A value by what codes with these names can read of it."""
         kind = type(value)
         if kind in _PLAIN:
-            if kind is str and self.names & _BY_STRING:
+            if kind is str and self.names & BY_STRING:
                 self.names.add(value)
             return kind, value
         if kind is float:
             return kind, repr(value)  # tells -0.0 from 0.0, knows a NaN
-        if kind is ModuleType and _root(value) in _LIBRARIES:
+        if kind is ModuleType and is_library(value):
             return value
         if id(value) in self._within:
             return _same(value)
@@ -215,7 +213,7 @@ class _Content:
 
     def _of(self, kind: type, value: Any, depth: int) -> Any:
         if kind is FunctionType:
-            if value.__closure__ is None and _root(value) in _LIBRARIES:
+            if value.__closure__ is None and is_library(value):
                 return Same(value)
             return self._of_function(value, depth)
         if self._look is not None:
@@ -226,7 +224,7 @@ class _Content:
                 return found
         if kind is not tuple:
             self._watch.is_possible &= kind in _STEADY or (
-                kind is type and _is_of_library(value)
+                kind is type and is_of_library(value)
             )
         if kind in (tuple, list):
             return kind, self._several(value, depth)
@@ -271,7 +269,7 @@ class _Content:
 
     def _of_function(self, function: Any, depth: int) -> Any:
         code, space = function.__code__, function.__globals__
-        read, names = _names(code)
+        read, names = names_of(code)
         self.names |= names
         self._watch.function(function)
         parts: list[Any] = [code]
@@ -311,9 +309,9 @@ class _Content:
             inner = "fget" if kind is property else "__func__"
             return kind, self.of(getattr(value, inner), depth)
         if isinstance(value, type):
-            if _is_of_library(value):
+            if is_of_library(value):
                 return Same(value)
-            own = _all_of(value)
+            own = all_of(value)
         elif kind is ModuleType:
             own = vars(value)
         else:
@@ -331,9 +329,9 @@ class _Content:
     @staticmethod
     def _of_instance(kind: type, value: Any) -> dict[str, Any]:
         """Attributes of an object and of its class."""
-        own = _all_of(kind)
+        own = all_of(kind)
         if not isinstance(value, (tuple, str, bytes)):
-            if kind is ContextVar or not own.keys().isdisjoint(_CHANGING):
+            if kind is ContextVar or not own.keys().isdisjoint(CHANGING):
                 raise _ChangeableError
         for name, slot in own.items():
             if isinstance(slot, MemberDescriptorType):
@@ -341,19 +339,20 @@ class _Content:
         return own | getattr(value, "__dict__", {})
 
 
-def _root(value: Any) -> str:
+def is_library(value: Any) -> bool:
+    """Whether a module, a function, a class is one of a library."""
     name = value.__name__ if isinstance(value, ModuleType) else (
         value.__module__
     )  # fmt: skip
-    return str(name).partition(".")[0]
+    return str(name).partition(".")[0] in _LIBRARIES
 
 
-def _is_of_library(kind: type) -> bool:
+def is_of_library(kind: type) -> bool:
     """Whether nobody assigns to a class's attributes."""
-    return _root(kind) in _LIBRARIES or kind.__module__ == "builtins"
+    return is_library(kind) or kind.__module__ == "builtins"
 
 
-def _all_of(kind: type) -> dict[str, Any]:
+def all_of(kind: type) -> dict[str, Any]:
     """What a class and its bases define, `object` aside."""
     found: dict[str, Any] = {}
     for base in kind.__mro__[:-1][::-1]:

@@ -170,11 +170,9 @@ def taken(
         captured = [tensors[i] for i in picked]
     else:
         is_known = all(x.value is not None for x in keys)
-        recording = recorded(
-            functions, own, numbers, tensors if is_known else None
-        )
-        graphs, names, captured, of_mask, numbers_of_mask, lasts = recording
-        if is_known and lasts and {*map(id, captured)} <= {*ids}:
+        new = recorded(functions, own, numbers, tensors if is_known else None)
+        graphs, names, captured, of_mask, numbers_of_mask = new[:5]
+        if is_known and new.lasts and {*map(id, captured)} <= {*ids}:
             picked = tuple([ids.index(id(x)) for x in captured])
             found = _Known(graphs, names, of_mask, numbers_of_mask, picked)
             if len(_KNOWN) >= _MOST_KNOWN:
@@ -188,11 +186,11 @@ def taken(
             [read[i] for i in of_mask], [values[i] for i in numbers_of_mask]
         )
     for name, x in zip(names, captured, strict=True):
-        own[name] = x if q is None else _readable(name, x, q)
+        own[name] = x if q is None else readable(name, x, q)
     return Functions(graphs, own, numbers, kept)
 
 
-def _readable(name: str, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def readable(name: str, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """A tensor from outside of a function, as the call reads it."""
     if x.ndim == 0:
         x = x.reshape(1)

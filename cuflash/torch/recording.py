@@ -6,7 +6,8 @@ Tensors of closures, globals and attributes are arrays, as those of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,12 @@ _METADATA = frozenset(
         *(getattr(torch.Tensor, x).__get__ for x in _ATTRIBUTES),
         torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
         torch.Tensor.__len__, torch.Tensor.is_floating_point,
+    )
+)  # fmt: skip
+_SIZES = frozenset(
+    (
+        torch.Tensor.shape.__get__, torch.Tensor.size,
+        torch.Tensor.numel, torch.Tensor.__len__,
     )
 )  # fmt: skip
 
@@ -64,6 +71,8 @@ class Recording(NamedTuple):
         The slots of arrays and of numbers that a mask_mod reads.
     lasts : bool
         Whether it depends on no number of a tensor.
+    sized : tuple of Tensor
+        Those on whose sizes it depends.
     """
 
     graphs: Graphs
@@ -72,6 +81,7 @@ class Recording(NamedTuple):
     of_mask: tuple[int, ...]
     numbers_of_mask: tuple[int, ...]
     lasts: bool
+    sized: tuple[torch.Tensor, ...]
 
 
 class _Captured(ArraySymbol):
@@ -81,11 +91,13 @@ class _Captured(ArraySymbol):
     ----------
     name, slot, kind
     sizes : tuple of int
+    note : callable
+        Called where the graph depends on its sizes.
     first : tuple of Node
         The indices that are known.
     """
 
-    __slots__ = ("first", "sizes")
+    __slots__ = ("first", "note", "sizes")
 
     def __init__(
         self,
@@ -93,10 +105,11 @@ class _Captured(ArraySymbol):
         slot: int,
         kind: ArrayKind,
         sizes: tuple[int, ...],
+        note: Callable[[], None],
         first: tuple[Node, ...] = (),
     ) -> None:
         super().__init__(name, slot, kind)
-        self.sizes, self.first = sizes, first
+        self.sizes, self.note, self.first = sizes, note, first
 
     @property
     def ndim(self) -> int:
@@ -104,9 +117,11 @@ class _Captured(ArraySymbol):
 
     @property
     def shape(self) -> tuple[Any, ...]:
+        self.note()
         return self.sizes
 
     def __len__(self) -> int:
+        self.note()
         return self.sizes[0]
 
     def __iter__(self) -> Any:
@@ -124,8 +139,9 @@ class _Captured(ArraySymbol):
         if len(indices) == self.kind.ndim:
             return self._gather(indices)
         return _Captured(
-            self.name, self.slot, self.kind, self.sizes[len(key) :], indices
-        )
+            self.name, self.slot, self.kind, self.sizes[len(key) :],
+            self.note, indices,
+        )  # fmt: skip
 
     @classmethod
     def __torch_function__(
@@ -166,6 +182,8 @@ class _Capture(TorchFunctionMode):
         super().__init__()
         self.first_slot, self.names, self.known = first_slot, names, known
         self.tensors: list[torch.Tensor] = []
+        # Those on whose sizes a result depends.
+        self.sized: list[torch.Tensor] = []
         # Whether a result depends on numbers of tensors.
         self.is_changeable = False
 
@@ -180,6 +198,8 @@ class _Capture(TorchFunctionMode):
             if issubclass(kind, (Symbol, _Captured)):
                 return kind.__torch_function__(function, types, args, kwargs)
         reads = any(isinstance(x, torch.Tensor) for x in args)
+        if function in _SIZES:
+            self.sized.append(args[0])
         if (reads and function not in _METADATA) or _is_random(function):
             self.is_changeable = True
         return function(*args, **kwargs or {})
@@ -196,7 +216,8 @@ class _Capture(TorchFunctionMode):
         kind = ArrayKind(NUMPY[tensor.dtype].name, max(tensor.ndim, 1))
         sizes = tuple(tensor.shape) or (1,)
         slot = self.first_slot + index
-        return _Captured(self.name_of(tensor), slot, kind, sizes)
+        note = functools.partial(self.sized.append, tensor)
+        return _Captured(self.name_of(tensor), slot, kind, sizes, note)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """The name of a tensor that is captured."""
@@ -266,7 +287,7 @@ def recorded(
     names = tuple([traced.named(capture.name_of(x)) for x in capture.tensors])
     read_from = {**own, **dict(zip(names, capture.tensors, strict=True))}
     traced.given_of(_described(read_from), values)  # checks them
-    mask = dict(roots).get("mask_mod")
+    hidden = dict(roots).get("mask_mod")
     graphs = Graphs(
         tuple(roots), moved_of(roots, read_from), reads_batch(roots)
     )
@@ -274,9 +295,10 @@ def recorded(
         graphs,
         names,
         tuple(capture.tensors),
-        _slots(mask),
-        tuple(sorted(_numbers_in(mask))),
+        _slots(hidden),
+        tuple(sorted(_numbers_in(hidden))),
         not capture.is_changeable,
+        tuple(capture.sized),
     )
 
 
