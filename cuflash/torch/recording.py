@@ -129,6 +129,9 @@ class _Captured(ArraySymbol):
 
     def __getitem__(self, key: Any) -> Any:
         key = key if isinstance(key, tuple) else (key,)
+        several = tuple([x for x in key if x is not ...])
+        if len(several) == len(self.sizes):  # an ellipsis stands for no axis
+            key = several
         if len(key) > len(self.sizes):
             trace.refuse(
                 f"a tensor with {self.kind.ndim} axes is read by"
@@ -184,6 +187,7 @@ class _Capture(TorchFunctionMode):
         self.tensors: list[torch.Tensor] = []
         # Those on whose sizes a result depends.
         self.sized: list[torch.Tensor] = []
+        self.role = ""
         # Whether a result depends on numbers of tensors.
         self.is_changeable = False
 
@@ -198,6 +202,13 @@ class _Capture(TorchFunctionMode):
             if issubclass(kind, (Symbol, _Captured)):
                 return kind.__torch_function__(function, types, args, kwargs)
         reads = any(isinstance(x, torch.Tensor) for x in args)
+        if function is torch._C._set_grad_enabled and args == (False,):
+            if self.role == "score_mod":
+                trace.refuse(
+                    "a part without gradients",
+                    "all of a score is differentiated: read what is constant"
+                    " from a tensor that does not require grad",
+                )
         if function in _SIZES:
             self.sized.append(args[0])
         if (reads and function not in _METADATA) or _is_random(function):
@@ -280,6 +291,7 @@ def recorded(
     roots: list[tuple[str, Node]] = []
     with capture, trace.capturing(capture.number):
         for role, function in functions.items():
+            capture.role = role
             root, read = trace.record(function, role, given)
             roots.append((role, root))
             unread -= read

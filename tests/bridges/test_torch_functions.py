@@ -239,6 +239,14 @@ REFUSED = {
         lambda s, b, h, i, j: s + META[h], ValueRangeError,
         "META, which score_mod or mask_mod reads, is on meta, expected cpu",
     ),
+    "stack": (
+        lambda s, b, h, i, j: s + torch.stack([TABLE[h]] * 2)[0, j],
+        ExpressionError, "read an element of each",
+    ),
+    "no gradients": (
+        lambda s, b, h, i, j: torch.no_grad()(lambda: s * s)(),
+        ExpressionError, "all of a score is differentiated",
+    ),
     "slice": (
         lambda s, b, h, i, j: s + TABLE[h, :].sum(), ExpressionError,
         "is read by a slice",
@@ -268,6 +276,19 @@ def test_what_is_refused_and_what_to_write(name):
     with pytest.raises(error) as caught:
         attention(*QKV, score_mod=function)
     assert words in str(caught.value), caught.value
+
+
+def test_an_ellipsis_and_masks_without_gradients():
+    @torch.no_grad()
+    def mask(b, h, i, j):
+        return i >= j
+
+    table = bias_of(4)
+    got = attention(
+        *QKV, score_mod=lambda s, b, h, i, j: s + table[h, ..., j % 2],
+        mask_mod=mask,
+    )  # fmt: skip
+    assert_near(got, attention(*QKV, score_mod=bent(table), causal=True))
 
 
 def test_block_masks_of_other_sizes_and_of_other_things():
