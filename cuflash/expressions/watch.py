@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from types import CellType, FunctionType
 from typing import Any
@@ -29,7 +30,8 @@ class Watch:
         self._cells: list[tuple[CellType, Any]] = []
         self._names: list[tuple[Mapping[str, Any], str, Any]] = []
         self._whole: list[tuple[Mapping[str, Any], tuple[str, ...]]] = []
-        self._functions: list[tuple[FunctionType, Any, Any]] = []
+        # Weak, so that what stands in a function does not hold it.
+        self._functions: list[tuple[weakref.ref[FunctionType], Any, Any]] = []
 
     def cell(self, cell: CellType, content: Any) -> None:
         """Watch a variable of a closure."""
@@ -49,8 +51,9 @@ class Watch:
         """Watch what may be assigned to a function."""
         if function.__kwdefaults__:
             self.is_possible = False
-        found = function, function.__code__, function.__defaults__
-        self._functions.append(found)
+        self._functions.append((
+            weakref.ref(function), function.__code__, function.__defaults__
+        ))  # fmt: skip
 
     def holds(self) -> bool:
         """Whether all is as it was."""
@@ -65,8 +68,9 @@ class Watch:
         for space, names in self._whole:
             if tuple(space) != names:
                 return False
-        for function, code, defaults in self._functions:
-            if function.__code__ is not code:
+        for reference, code, defaults in self._functions:
+            function = reference()
+            if function is None or function.__code__ is not code:
                 return False
             if function.__defaults__ is not defaults:
                 return False

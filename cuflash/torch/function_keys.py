@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -53,21 +54,26 @@ _numbers = itertools.count()
 _STEADY = torch.dtype, torch.device
 
 
+def _nothing() -> None:
+    return None
+
+
 class Key:
     """A function's fingerprint, the tensors in it, and what it is made of.
 
     Attributes
     ----------
-    function : callable
+    of : callable
+        Returns the function that has it, if one has.
     value : object
         None: there is none.
     tensors : list of Tensor
     """
 
-    __slots__ = ("_metadata", "_watch", "function", "tensors", "value")
+    __slots__ = ("_metadata", "_watch", "of", "tensors", "value")
 
     def __init__(self, function: Any) -> None:
-        self.function = function
+        self.of: Callable[[], Any] = _nothing
         look, self._watch = _Collected(), Watch()
         found = fingerprint(function, look, self._watch)
         # By a number: it is looked up in each call.
@@ -91,8 +97,9 @@ class Key:
 
 _NUMBER_OF: dict[Any, int] = {}
 _MOST_NUMBERS = 4096
-# The attribute of a function that is its key. A key leads to its function and
-# to what that closes over: a table of them, even a weak one, would keep all.
+# The attribute of a function that is its key. A key leads to what its function
+# closes over, and so may lead to it: a table of keys, even a weak one, would
+# keep all.
 _KEY = "__cuflash_key__"
 
 
@@ -109,6 +116,7 @@ def key_of(function: Any) -> Key:
     own = function.__dict__
     found = own.get(_KEY)
     # functools.wraps() copies a function's attributes.
-    if found is None or found.function is not function or not found.holds():
+    if found is None or found.of() is not function or not found.holds():
         found = own[_KEY] = Key(function)
+        found.of = weakref.ref(function)
     return found

@@ -74,7 +74,9 @@ class Snapshot:
     ) -> Kept | None:
         """What to share for a mask that reads these; None: nothing."""
         before = self._read
-        now = (*map(type, numbers), traced.bits(tuple(numbers)))
+        now: tuple[Any, ...] = ()
+        if numbers:
+            now = (*map(type, numbers), *traced.bits(tuple(numbers)))
         if len(tensors) == len(before) and now == self._numbers:
             for x, (y, version) in zip(tensors, before, strict=True):
                 if x is not y or version_of(x) != version:

@@ -106,6 +106,11 @@ def of_number(width):
     return lambda b, h, i, j: i - j < tensor.item()
 
 
+def of_nan(width):
+    bound = (float("nan"), 2.0)[width % 2]
+    return lambda b, h, i, j: (i - j < 3) | (i - j > bound)
+
+
 def of_torchs_functions(width):
     further = (torch.maximum, torch.minimum)[width % 2]
     return lambda b, h, i, j: further(i - j, 5 * j) < 6
@@ -136,7 +141,7 @@ MADE = {
     for x in (
         default, keyword_default, of_dict, of_list, of_ordered_dict, of_numpy,
         of_partial, Within, of_method, of_property, of_class, of_size,
-        of_size_alone, of_row, of_number, of_torchs_functions,
+        of_size_alone, of_row, of_number, of_nan, of_torchs_functions,
         of_numpys_functions, of_pythons_functions, of_dtypes, of_helpers,
     )
 }  # fmt: skip

@@ -1,6 +1,8 @@
 """What is remembered of functions keeps none of their tensors."""
 
+import functools
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -10,6 +12,7 @@ torch = pytest.importorskip("torch", reason="tests of cuflash.torch")
 from torch.nn.attention import flex_attention as theirs  # noqa: E402
 
 from cuflash.torch import create_block_mask, flex_attention  # noqa: E402
+from cuflash.torch.function_keys import key_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +76,32 @@ def test_tensors_end_with_their_functions(name):
         del table
     gc.collect()
     assert [x() for x in alive] == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["closure", "callable", "method"])
+def test_tensors_of_closures_end_at_once(name):
+    """Memory of a device cannot wait for the collector."""
+    gc.disable()
+    try:
+        table = torch.ones(2)
+        flex_attention(*QKV, **MADE[name](table))
+        alive = weakref.ref(table)
+        del table
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_of_functions_have_no_key():
+    """cloudpickle copies what stands in a function's `__dict__`."""
+    score = closure(torch.ones(2))["score_mod"]
+    flex_attention(*QKV, score)
+    assert [*pickle.loads(pickle.dumps(score.__dict__)).values()] == [None]
+
+    @functools.wraps(score)
+    def doubled(*args):
+        return 2 * score(*args)
+
+    assert doubled.__dict__["__cuflash_key__"].of() is score
+    got = key_of(doubled)
+    assert got.of() is doubled and got is key_of(doubled)
