@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dis
 import functools
+import weakref
 from collections.abc import Mapping
+from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -31,8 +33,13 @@ _LIBRARIES = {
 }  # fmt: skip
 # What does not change while its name stands for it.
 _STEADY = (
-    BuiltinFunctionType, MethodType, np.ufunc, np.dtype, type(np.where), type
+    BuiltinFunctionType, MethodType, np.ufunc, np.dtype, type(np.where)
 )  # fmt: skip
+# What finds attributes by strings, which then count as names.
+BY_STRING = frozenset(("getattr", "hasattr", "attrgetter", "__dict__", "vars"))
+# Shows that an object has content besides attributes, or makes them up: a
+# container, an iterator, an array of any library.
+CHANGING = "__len__", "__getitem__", "__iter__", "shape", "__getattr__"
 _LONGEST = 64  # elements that are compared one by one
 _DEEPEST = 8  # of what leads to something
 
@@ -56,6 +63,36 @@ class Same:
         return id(self.value)
 
 
+class _SameObject:
+    """A value that only itself equals, as long as it lives."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._hash, self._value = id(value), weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        value = self._value()
+        return (
+            isinstance(other, _SameObject)
+            and value is not None
+            and value is other._value()
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _same(value: Any) -> Same | _SameObject:
+    """A value by its identity; kept alive only if it has no weak reference."""
+    try:
+        return _SameObject(value)
+    except TypeError:
+        return Same(value)
+
+
 class Look(Protocol):
     """Tells what is compared of values that another library knows."""
 
@@ -75,10 +112,13 @@ class Attributes(NamedTuple):
         Stands for the object.
     spaces : tuple of mapping
         In which its attributes are found, in this order.
+    whole : tuple of mapping
+        All of whose content counts, under any name.
     """
 
     identity: Any
     spaces: tuple[Mapping[str, Any], ...]
+    whole: tuple[Mapping[str, Any], ...] = ()
 
 
 def fingerprint(
@@ -118,7 +158,7 @@ _REACHED: dict[Any, frozenset[str]] = {}
 _NAMES: dict[CodeType, tuple[tuple[str, ...], frozenset[str]]] = {}
 
 
-def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+def names_of(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     """The globals that a code reads, and all names, attributes among them."""
     found = _NAMES.get(code)
     if found is None:
@@ -128,9 +168,11 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
             if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
         ]
         names = {*code.co_names}
+        if names & BY_STRING:
+            names |= {x for x in code.co_consts if type(x) is str}
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
-                more = _names(inner)
+                more = names_of(inner)
                 read += more[0]
                 names |= more[1]
         found = tuple(dict.fromkeys(read)), frozenset(names)
@@ -152,13 +194,15 @@ class _Content:
         """A value by what codes with these names can read of it."""
         kind = type(value)
         if kind in _PLAIN:
+            if kind is str and self.names & BY_STRING:
+                self.names.add(value)
             return kind, value
         if kind is float:
             return kind, repr(value)  # tells -0.0 from 0.0, knows a NaN
-        if kind is ModuleType and _root(value) in _LIBRARIES:
+        if kind is ModuleType and is_library(value):
             return value
         if id(value) in self._within:
-            return Same(value)
+            return _same(value)
         if depth > _DEEPEST:
             raise _ChangeableError
         self._within.add(id(value))
@@ -169,7 +213,7 @@ class _Content:
 
     def _of(self, kind: type, value: Any, depth: int) -> Any:
         if kind is FunctionType:
-            if value.__closure__ is None and _root(value) in _LIBRARIES:
+            if value.__closure__ is None and is_library(value):
                 return Same(value)
             return self._of_function(value, depth)
         if self._look is not None:
@@ -179,7 +223,9 @@ class _Content:
             if found is not None:
                 return found
         if kind is not tuple:
-            self._watch.is_possible &= kind in _STEADY
+            self._watch.is_possible &= kind in _STEADY or (
+                kind is type and is_of_library(value)
+            )
         if kind in (tuple, list):
             return kind, self._several(value, depth)
         if kind is dict:
@@ -215,11 +261,15 @@ class _Content:
             own |= {x: space[x] for x in self.names if x in space}
             for name in self.names:
                 self._watch.name(space, name)
-        return found.identity, self._named(own, depth)
+        listed = []
+        for space in found.whole:
+            self._watch.all_of(space)
+            listed += [tuple(space), self._several(space.values(), depth)]
+        return found.identity, self._named(own, depth), *listed
 
     def _of_function(self, function: Any, depth: int) -> Any:
         code, space = function.__code__, function.__globals__
-        read, names = _names(code)
+        read, names = names_of(code)
         self.names |= names
         self._watch.function(function)
         parts: list[Any] = [code]
@@ -235,6 +285,11 @@ class _Content:
         parts += [self.of(x, depth) for x in function.__defaults__ or ()]
         named = function.__kwdefaults__ or {}
         parts += [(x, self.of(y, depth)) for x, y in named.items()]
+        own = function.__dict__
+        parts.append(self._named(own, depth))
+        for name in own:
+            if name in self.names:
+                self._watch.name(own, name)
         for name in read:
             self._watch.name(space, name)
         parts += [(x, self.of(space[x], depth)) for x in read if x in space]
@@ -254,14 +309,15 @@ class _Content:
             inner = "fget" if kind is property else "__func__"
             return kind, self.of(getattr(value, inner), depth)
         if isinstance(value, type):
-            if _root(value) in _LIBRARIES or value.__module__ == "builtins":
+            if is_of_library(value):
                 return Same(value)
-            own = _all_of(value)
+            own = all_of(value)
         elif kind is ModuleType:
             own = vars(value)
         else:
             own = self._of_instance(kind, value)
-        return Same(value), self._named(own, depth)
+        items = self._several(value, depth) if isinstance(value, tuple) else ()
+        return _same(value), self._named(own, depth), items
 
     def _named(self, own: dict[str, Any], depth: int) -> Any:
         """The attributes that codes name."""
@@ -273,25 +329,30 @@ class _Content:
     @staticmethod
     def _of_instance(kind: type, value: Any) -> dict[str, Any]:
         """Attributes of an object and of its class."""
-        own = _all_of(kind)
-        changeable = isinstance(value, (set, frozenset, bytearray))
-        # An array of any library; an object that makes up attributes.
-        if changeable or "shape" in own or "__getattr__" in own:
-            raise _ChangeableError
+        own = all_of(kind)
+        if not isinstance(value, (tuple, str, bytes)):
+            if kind is ContextVar or not own.keys().isdisjoint(CHANGING):
+                raise _ChangeableError
         for name, slot in own.items():
             if isinstance(slot, MemberDescriptorType):
                 own[name] = getattr(value, name, None)
         return own | getattr(value, "__dict__", {})
 
 
-def _root(value: Any) -> str:
+def is_library(value: Any) -> bool:
+    """Whether a module, a function, a class is one of a library."""
     name = value.__name__ if isinstance(value, ModuleType) else (
         value.__module__
     )  # fmt: skip
-    return str(name).partition(".")[0]
+    return str(name).partition(".")[0] in _LIBRARIES
 
 
-def _all_of(kind: type) -> dict[str, Any]:
+def is_of_library(kind: type) -> bool:
+    """Whether nobody assigns to a class's attributes."""
+    return is_library(kind) or kind.__module__ == "builtins"
+
+
+def all_of(kind: type) -> dict[str, Any]:
     """What a class and its bases define, `object` aside."""
     found: dict[str, Any] = {}
     for base in kind.__mro__[:-1][::-1]:

@@ -202,10 +202,16 @@ class Symbol:
         """The value as a bool, an int (truncated) or a real."""
         return Symbol(_as_kind(self.node, _kind_of_dtype(dtype)))
 
-    def to(self, dtype: Any = None, *_: Any, **named: Any) -> Symbol:
+    def to(self, *args: Any, **named: Any) -> Symbol:
         """As `astype`; a device changes nothing."""
-        dtype = named.get("dtype", dtype)
-        return self if _is_device(dtype) else self.astype(dtype)
+        told = [*args[:2], named.get("dtype"), named.get("other")]
+        for x in told:
+            if isinstance(x, Symbol):
+                return self.astype(x.dtype)
+            # A bool is PyTorch's non_blocking.
+            if not (_is_device(x) or isinstance(x, bool)):
+                return self.astype(x)
+        return self
 
     def int(self) -> Symbol:
         """As ``astype(int)``."""

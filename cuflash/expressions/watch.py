@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from types import CellType, FunctionType
 from typing import Any
@@ -18,7 +19,7 @@ class Watch:
         Whether all that it reads can be watched.
     """
 
-    __slots__ = ("_cells", "_functions", "_names", "is_possible")
+    __slots__ = ("_cells", "_functions", "_names", "_whole", "is_possible")
 
     def __init__(self) -> None:
         self.begin()
@@ -28,7 +29,9 @@ class Watch:
         self.is_possible = True
         self._cells: list[tuple[CellType, Any]] = []
         self._names: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._functions: list[tuple[FunctionType, Any, Any]] = []
+        self._whole: list[tuple[Mapping[str, Any], tuple[str, ...]]] = []
+        # Weak, so that what stands in a function does not hold it.
+        self._functions: list[tuple[weakref.ref[FunctionType], Any, Any]] = []
 
     def cell(self, cell: CellType, content: Any) -> None:
         """Watch a variable of a closure."""
@@ -38,12 +41,19 @@ class Watch:
         """Watch a name among globals, or among attributes."""
         self._names.append((space, name, space.get(name, _MISSING)))
 
+    def all_of(self, space: Mapping[str, Any]) -> None:
+        """Watch all of some attributes."""
+        for name in space:
+            self.name(space, name)
+        self._whole.append((space, tuple(space)))
+
     def function(self, function: FunctionType) -> None:
         """Watch what may be assigned to a function."""
         if function.__kwdefaults__:
             self.is_possible = False
-        found = function, function.__code__, function.__defaults__
-        self._functions.append(found)
+        self._functions.append((
+            weakref.ref(function), function.__code__, function.__defaults__
+        ))  # fmt: skip
 
     def holds(self) -> bool:
         """Whether all is as it was."""
@@ -55,8 +65,12 @@ class Watch:
         for space, name, value in self._names:
             if space.get(name, _MISSING) is not value:
                 return False
-        for function, code, defaults in self._functions:
-            if function.__code__ is not code:
+        for space, names in self._whole:
+            if tuple(space) != names:
+                return False
+        for reference, code, defaults in self._functions:
+            function = reference()
+            if function is None or function.__code__ is not code:
                 return False
             if function.__defaults__ is not defaults:
                 return False

@@ -151,7 +151,7 @@ def attention(
         numbers, arrays = split_options(_NAME, options, positional)
         if not TRACED.isdisjoint(numbers):
             if torch.compiler.is_compiling():
-                program = compiled_functions.taken(numbers, arrays)
+                program = compiled_functions.taken(numbers, arrays, q)
             else:
                 own = functions.taken(numbers, arrays, q)
         given = numbers | arrays

@@ -7,14 +7,13 @@ the table says so.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from cuflash.api.tile_mask import TileMask, tile_mask
-from cuflash.errors import DTypeError, ShapeError, in_words
+from cuflash.errors import DTypeError, ShapeError, UnsupportedError, in_words
 
 from . import functions
 from .compiled_functions import Blocks, visible_in
@@ -47,7 +46,14 @@ class BlockMask:
     ) -> None:
         self.mask_mod, self.shape = mask_mod, shape
         self.BLOCK_SIZE = block_size
-        self.snapshot = functions.Snapshot(mask_mod)
+        self._snapshot = functions.Snapshot(mask_mod)
+
+    @property
+    def snapshot(self) -> functions.Snapshot:
+        """What calls share; `mask_mod` may be assigned."""
+        if self._snapshot.mask_mod is not self.mask_mod:
+            self._snapshot = functions.Snapshot(self.mask_mod)
+        return self._snapshot
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
@@ -92,6 +98,12 @@ class BlockMask:
         return f"<BlockMask of {name}, shape {self.shape}>"
 
 
+# Arguments of torch's function that say how its blocks are listed.
+_OF_THEIR_LISTS = frozenset(
+    ("separate_full_blocks", "compute_dq_write_order", "dq_kv_order")
+)
+
+
 def create_block_mask(
     mask_mod: _Mask,
     B: int | None,
@@ -101,7 +113,7 @@ def create_block_mask(
     device: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
     _compile: bool = False,
-    **_others: Any,
+    **others: Any,
 ) -> BlockMask:
     """A mask for `flex_attention`, as torch's function of this name makes it.
 
@@ -125,6 +137,11 @@ def create_block_mask(
     -------
     BlockMask
 
+    Raises
+    ------
+    UnsupportedError
+        For a keyword that torch's function does not have.
+
     See Also
     --------
     cuflash.tile_mask : which tiles a mask leaves.
@@ -140,6 +157,11 @@ def create_block_mask(
             [1, 1, 0],
             [1, 1, 1]], dtype=torch.int32)
     """
+    for name in others.keys() - _OF_THEIR_LISTS:
+        raise UnsupportedError(
+            f"{name} is no argument of create_block_mask, here or in PyTorch:"
+            " leave it out"
+        )
     size = BLOCK_SIZE
     blocks = (size, size) if isinstance(size, int) else (size[0], size[1])
     return BlockMask(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), blocks)
@@ -158,18 +180,24 @@ class _Theirs:
         self.shape = tuple(block_mask.shape)
         self.snapshot = functions.Snapshot(_with_table(block_mask))
 
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A copy of a block mask has none."""
+        return type(None), ()
+
     def is_of(self, block_mask: Any) -> bool:
         """Whether the block mask still is what it was."""
         for name, part in self._parts:
             if getattr(block_mask, name) is not part:
                 return False
         for tensor, version in self._versions:
-            if functions.version_of(tensor) != version:
+            if version is None or functions.version_of(tensor) != version:
                 return False
         return True
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, _Theirs] = weakref.WeakKeyDictionary()
+# The attribute of a BlockMask of PyTorch's that holds its `_Theirs`, which may
+# lead to it: a table, even a weak one, would keep both.
+_KNOWN = "_cuflash_mask"
 _PARTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "mask_mod", "seq_lengths", "BLOCK_SIZE",
@@ -197,7 +225,8 @@ def mask_of(
     if isinstance(block_mask, BlockMask):
         _check_sizes(block_mask.shape, query, key)
         return block_mask.mask_mod if compiling else block_mask
-    found = None if compiling else _KNOWN.get(block_mask)
+    own = {} if compiling else getattr(block_mask, "__dict__", {})
+    found = own.get(_KNOWN)
     if found is not None and found.is_of(block_mask):
         _check_sizes(found.shape, query, key)
         return found
@@ -212,7 +241,7 @@ def mask_of(
     _check_sizes(tuple(block_mask.shape), query, key)
     if compiling:
         return _blocks(block_mask)
-    found = _KNOWN[block_mask] = _Theirs(block_mask)
+    found = own[_KNOWN] = _Theirs(block_mask)
     return found
 
 

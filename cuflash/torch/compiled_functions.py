@@ -8,8 +8,7 @@ the program, and the numbers, on which it depends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +17,9 @@ from cuflash.errors import UnsupportedError
 from cuflash.expressions import serial
 from cuflash.request import traced
 
-from .recording import names_in, recorded
-
-_MOST_STEPS = 6
-_NUMBERS = bool, int, float, str
+from .functions import readable
+from .reached import Path, Reached, UnguardedError
+from .recording import recorded
 
 
 class Program(NamedTuple):
@@ -41,7 +39,9 @@ class Program(NamedTuple):
 
 
 def taken(
-    options: dict[str, Any], arrays: dict[str, torch.Tensor]
+    options: dict[str, Any],
+    arrays: dict[str, torch.Tensor],
+    q: torch.Tensor,
 ) -> Program | None:
     """As `functions.taken`, in code that is compiled."""
     score = options.pop("score_mod", None)
@@ -63,16 +63,34 @@ def taken(
             torch._dynamo.graph_break(msg=_MADE_INSIDE)
     kinds = tuple([(n, x.dtype, x.ndim) for n, x in own.items()])
     values = tuple([(n, type(x)) for n, x in numbers.items()])
-    text, places, constants = _found(score, hidden, size, kinds, values)
+    unguarded, text, places, constants, fixed, shapes = _found(
+        *_apart(score), *_apart(hidden), size, kinds, values
+    )
     for role, path, value in constants:
-        function = score if role == "score_mod" else hidden
-        if _follow(function, path) != value:  # the program depends on it
+        now = _follow(score if role == "score_mod" else hidden, path)
+        # The program depends on it. A NaN equals nothing.
+        if now != value and (now == now or value == value):
             raise UnsupportedError("a number has changed while it was traced")
+    for role, path in fixed:
+        if _follow(score if role == "score_mod" else hidden, path) is None:
+            raise UnsupportedError(
+                "a function has changed while it was traced"
+            )
+    for role, path, shape in shapes:
+        now = _follow(score if role == "score_mod" else hidden, path)
+        if tuple(now.shape) != shape:
+            raise UnsupportedError("a size has changed while it was traced")
     found = list(own.values())
     for role, path in places:
-        function = score if role == "score_mod" else hidden
-        x = _follow(function, path)
-        found.append(x.reshape(1) if x.ndim == 0 else x)
+        x = _follow(score if role == "score_mod" else hidden, path)
+        if x.ndim == 0:
+            x = x.reshape(1).to(q.device)
+        elif x.device != q.device:
+            unguarded = "a score_mod or mask_mod reads another device's tensor"
+        found.append(x)
+    if unguarded:
+        torch._dynamo.graph_break(msg=unguarded)
+        return _at_each_call(score, hidden, size, own, numbers, q)
     return Program(found, list(numbers.values()), text)
 
 
@@ -128,47 +146,110 @@ def visible_in(
 
 _BLOCKS = traced.named("table_of_blocks")
 
-Path = tuple[tuple[str, Any], ...]
+_NOTHING: tuple[Any, ...] = "", (), (), (), ()
+
+
+def _apart(function: Any) -> tuple[Any, Any]:
+    """A function, and its owner if it is a method: Dynamo passes no method."""
+    if isinstance(function, MethodType):
+        return function.__func__, function.__self__
+    return function, None
 
 
 @torch.compiler.assume_constant_result
 def _found(
     score: Any,
+    owner_of_score: Any,
     hidden: Any,
+    owner_of_hidden: Any,
     size: tuple[Any, ...] | None,
     kinds: tuple[tuple[Any, ...], ...],
     values: tuple[tuple[str, type], ...],
-) -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
-    """The graphs, the paths to tensors, and those to numbers with values."""
+) -> tuple[Any, ...]:
+    """What the program is made of.
+
+    Returns
+    -------
+    unguarded : str
+        Why it may change without being seen; "" if it may not.
+    text : str
+        The graphs.
+    places, constants, fixed, shapes : tuple
+        The paths to tensors; to constants, with their values; to functions
+        of libraries; to tensors on whose sizes graphs depend, with these.
+    """
+    if owner_of_score is not None:
+        score = MethodType(score, owner_of_score)
+    if owner_of_hidden is not None:
+        hidden = MethodType(hidden, owner_of_hidden)
     given = {"score_mod": score, "mask_mod": hidden}
     given = {n: x for n, x in given.items() if x is not None}
-    whole = dict(given)
-    if size is not None:
-        whole["mask_mod"] = _with_argument(hidden, size)
     own = {
         n: torch.empty((1,) * ndim, dtype=dtype) for n, dtype, ndim in kinds
     }
     numbers = {n: kind() for n, kind in values}
-    places, constants, known = [], [], []
+    constants: list[Any] = []
+    fixed: list[Any] = []
     tensors: dict[int, tuple[str, Path]] = {}
-    for role, function in given.items():
-        for path, value in _reached(function):
-            if isinstance(value, torch.Tensor):
-                tensors.setdefault(id(value), (role, path))
-                known.append(value)
-            else:
-                constants.append((role, path, value))
-    found = recorded(whole, own, numbers, known)
-    roots = serial.dumps(found.graphs.roots)
+    known: list[torch.Tensor] = []
+    try:
+        for role, function in given.items():
+            reached = Reached(function)
+            constants += [(role, *x) for x in reached.constants]
+            fixed += [(role, x) for x in reached.fixed]
+            for path, x in reached.tensors:
+                tensors.setdefault(id(x), (role, path))
+                known.append(x)
+    except UnguardedError as error:
+        return _unguarded(str(error)), *_NOTHING
+    found = recorded(_whole(given, size), own, numbers, known)
+    if not found.lasts:
+        return _unguarded("a number of a tensor"), *_NOTHING
     for name, x in zip(found.names, found.tensors, strict=True):
         if id(x) not in tensors:
-            raise UnsupportedError(
-                f"{traced.name_of(name)} is read in compiled code, expected a"
-                " variable of a closure, a global or an attribute: pass it by"
-                " mod_arrays, and name it among the function's arguments"
-            )
-        places.append(tensors[id(x)])
-    return roots, tuple(places), tuple(constants)
+            return _unguarded(traced.name_of(name)), *_NOTHING
+    places = [tensors[id(x)] for x in found.tensors]
+    sized = {id(x): x for x in found.sized if id(x) in tensors}
+    shapes = [(*tensors[i], tuple(x.shape)) for i, x in sized.items()]
+    text = serial.dumps(found.graphs.roots)
+    return (
+        "", text, tuple(places), tuple(constants), tuple(fixed), tuple(shapes)
+    )  # fmt: skip
+
+
+def _unguarded(what: str) -> str:
+    return (
+        f"a score_mod or mask_mod reads {what}, which compiled code cannot"
+        " compare with what it was: pass it by mod_arrays, and name it among"
+        " the function's arguments"
+    )
+
+
+@torch.compiler.disable
+def _at_each_call(
+    score: Any,
+    hidden: Any,
+    size: tuple[Any, ...] | None,
+    own: dict[str, torch.Tensor],
+    numbers: dict[str, Any],
+    q: torch.Tensor,
+) -> Program:
+    """The program of functions that are recorded in each call."""
+    given = {"score_mod": score, "mask_mod": hidden}
+    given = {n: x for n, x in given.items() if x is not None}
+    found = recorded(_whole(given, size), own, numbers, None)
+    read = zip(found.names, found.tensors, strict=True)
+    arrays = [*own.values(), *(readable(n, x, q) for n, x in read)]
+    text = serial.dumps(found.graphs.roots)
+    return Program(arrays, list(numbers.values()), text)
+
+
+def _whole(
+    given: dict[str, Any], size: tuple[Any, ...] | None
+) -> dict[str, Any]:
+    if size is None:
+        return given
+    return given | {"mask_mod": _with_argument(given["mask_mod"], size)}
 
 
 def _with_argument(mask_mod: Any, size: tuple[Any, ...]) -> Any:
@@ -178,54 +259,6 @@ def _with_argument(mask_mod: Any, size: tuple[Any, ...]) -> Any:
         return visible_in(table_of_blocks, mask_mod, size, indices)
 
     return visible
-
-
-def _reached(function: Any) -> Iterator[tuple[Path, Any]]:
-    """Tensors and numbers that a function may read, with their paths."""
-    seen: set[int] = set()
-    queue: list[tuple[Path, Any]] = [((), function)]
-    names = {*names_in(function)}
-    while queue:
-        path, value = queue.pop(0)
-        if isinstance(value, torch.Tensor) or type(value) in _NUMBERS:
-            yield path, value
-            continue
-        if id(value) in seen or len(path) > _MOST_STEPS:
-            continue
-        seen.add(id(value))
-        names |= {*names_in(value)}
-        for step, inner in _within(value, names):
-            queue.append(((*path, step), inner))
-
-
-def _within(
-    value: Any, names: set[str]
-) -> Iterator[tuple[tuple[str, Any], Any]]:
-    """What a value leads to."""
-    if isinstance(value, FunctionType):
-        for i, cell in enumerate(value.__closure__ or ()):
-            try:
-                yield ("cell", i), cell.cell_contents
-            except ValueError:  # not assigned so far
-                continue
-        space = value.__globals__
-        for name in names_in(value):
-            if name in space:
-                yield ("global", name), space[name]
-    elif isinstance(value, MethodType):
-        yield ("attribute", "__func__"), value.__func__
-        yield ("attribute", "__self__"), value.__self__
-    elif isinstance(value, (list, tuple)):
-        for i, x in enumerate(value):
-            yield ("item", i), x
-    elif not isinstance(value, type) and hasattr(value, "__dict__"):
-        own: Mapping[str, Any] = vars(value)
-        if isinstance(value, torch.nn.Module):
-            own = {**own, **value._parameters, **value._buffers}
-            own |= value._modules
-        for name in names:
-            if name in own and type(value).__module__ != "torch":
-                yield ("attribute", name), own[name]
 
 
 def _follow(value: Any, path: Path) -> Any:

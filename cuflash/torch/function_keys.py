@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -40,7 +41,8 @@ class _Collected:
             bases = bases[: bases.index(torch.nn.Module)]
             spaces = vars(value), value._parameters, value._buffers
             spaces = *spaces, value._modules, *map(vars, bases)
-            return Attributes((torch.nn.Module, number), spaces)
+            whole = spaces[1:4] if hasattr(value, "__len__") else ()
+            return Attributes((torch.nn.Module, number), spaces, whole)
         if type(value) in _STEADY:
             return value
         return None
@@ -52,25 +54,36 @@ _numbers = itertools.count()
 _STEADY = torch.dtype, torch.device
 
 
+def _nothing() -> None:
+    return None
+
+
 class Key:
     """A function's fingerprint, the tensors in it, and what it is made of.
 
     Attributes
     ----------
+    of : callable
+        Returns the function that has it, if one has.
     value : object
         None: there is none.
     tensors : list of Tensor
     """
 
-    __slots__ = ("_metadata", "_watch", "tensors", "value")
+    __slots__ = ("_metadata", "_watch", "of", "tensors", "value")
 
     def __init__(self, function: Any) -> None:
+        self.of: Callable[[], Any] = _nothing
         look, self._watch = _Collected(), Watch()
         found = fingerprint(function, look, self._watch)
         # By a number: it is looked up in each call.
         self.value = None if found is None else _number_of(found)
         self.tensors = look.tensors
         self._metadata = [(x, x.dtype, x.shape) for x in look.tensors]
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A copy of a function has no key."""
+        return type(None), ()
 
     def holds(self) -> bool:
         """Whether the function would have the same."""
@@ -84,7 +97,10 @@ class Key:
 
 _NUMBER_OF: dict[Any, int] = {}
 _MOST_NUMBERS = 4096
-_KEYS: weakref.WeakKeyDictionary[Any, Key] = weakref.WeakKeyDictionary()
+# The attribute of a function that is its key. A key leads to what its function
+# closes over, and so may lead to it: a table of keys, even a weak one, would
+# keep all.
+_KEY = "__cuflash_key__"
 
 
 def _number_of(found: Any) -> int:
@@ -97,7 +113,10 @@ def key_of(function: Any) -> Key:
     """A function's key, by one look-up where nothing has changed."""
     if type(function) is not FunctionType:
         return Key(function)
-    found = _KEYS.get(function)
-    if found is None or not found.holds():
-        found = _KEYS[function] = Key(function)
+    own = function.__dict__
+    found = own.get(_KEY)
+    # functools.wraps() copies a function's attributes.
+    if found is None or found.of() is not function or not found.holds():
+        found = own[_KEY] = Key(function)
+        found.of = weakref.ref(function)
     return found

@@ -65,29 +65,37 @@ class Snapshot:
 
     def __init__(self, mask_mod: Any) -> None:
         self.mask_mod = mask_mod
-        self._read: list[tuple[torch.Tensor, int]] = []
+        self._read: list[tuple[torch.Tensor, Any]] = []
+        self._numbers: tuple[Any, ...] = ()
         self._kept = Kept()
 
-    def kept_for(self, tensors: Sequence[torch.Tensor]) -> Kept:
-        """What to share for a mask that reads these tensors."""
+    def kept_for(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[Any] = ()
+    ) -> Kept | None:
+        """What to share for a mask that reads these; None: nothing."""
         before = self._read
-        if len(tensors) == len(before):
+        now: tuple[Any, ...] = ()
+        if numbers:
+            now = (*map(type, numbers), *traced.bits(tuple(numbers)))
+        if len(tensors) == len(before) and now == self._numbers:
             for x, (y, version) in zip(tensors, before, strict=True):
                 if x is not y or version_of(x) != version:
                     break
             else:
                 return self._kept
-        self._read = [(x, version_of(x)) for x in tensors]
-        self._kept = Kept()
+        read = [(x, version_of(x)) for x in tensors]
+        if any(version is None for _, version in read):
+            return None
+        self._read, self._numbers, self._kept = read, now, Kept()
         return self._kept
 
 
-def version_of(x: torch.Tensor) -> int:
-    """How often a tensor has changed in place, as far as that is known."""
+def version_of(x: torch.Tensor) -> tuple[int, int] | None:
+    """What changes with a tensor's content; None: that is not known."""
     try:
-        return x._version
-    except RuntimeError:  # one of inference mode
-        return 0
+        return x._version, x.data_ptr()
+    except RuntimeError:  # one of inference mode, or without storage
+        return None
 
 
 class _Known(NamedTuple):
@@ -95,7 +103,7 @@ class _Known(NamedTuple):
 
     Attributes
     ----------
-    graphs, names, of_mask
+    graphs, names, of_mask, numbers_of_mask
         As in `Recording`.
     picked : tuple of int
         Which of the tensors that their keys list are read.
@@ -104,6 +112,7 @@ class _Known(NamedTuple):
     graphs: Graphs
     names: tuple[str, ...]
     of_mask: tuple[int, ...]
+    numbers_of_mask: tuple[int, ...]
     picked: tuple[int, ...]
 
 
@@ -159,29 +168,31 @@ def taken(
     found = _KNOWN.get(key)
     captured: Iterable[torch.Tensor]
     if found is not None:
-        graphs, names, of_mask, picked = found
+        graphs, names, of_mask, numbers_of_mask, picked = found
         captured = [tensors[i] for i in picked]
     else:
         is_known = all(x.value is not None for x in keys)
-        graphs, names, captured, of_mask, lasts = recorded(
-            functions, own, numbers, tensors if is_known else None
-        )
-        if is_known and lasts and {*map(id, captured)} <= {*ids}:
+        new = recorded(functions, own, numbers, tensors if is_known else None)
+        graphs, names, captured, of_mask, numbers_of_mask = new[:5]
+        if is_known and new.lasts and {*map(id, captured)} <= {*ids}:
             picked = tuple([ids.index(id(x)) for x in captured])
-            found = _Known(graphs, names, of_mask, picked)
+            found = _Known(graphs, names, of_mask, numbers_of_mask, picked)
             if len(_KNOWN) >= _MOST_KNOWN:
                 _KNOWN.clear()
             _KNOWN[key] = found
     kept = None
     if isinstance(shared, Snapshot) and found is not None:
         read = (*own.values(), *captured)
-        kept = shared.kept_for([read[i] for i in of_mask])
+        values = [*numbers.values()]
+        kept = shared.kept_for(
+            [read[i] for i in of_mask], [values[i] for i in numbers_of_mask]
+        )
     for name, x in zip(names, captured, strict=True):
-        own[name] = x if q is None else _readable(name, x, q)
+        own[name] = x if q is None else readable(name, x, q)
     return Functions(graphs, own, numbers, kept)
 
 
-def _readable(name: str, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def readable(name: str, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """A tensor from outside of a function, as the call reads it."""
     if x.ndim == 0:
         x = x.reshape(1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
 
-from cuflash.errors import DTypeError, ShapeError
+from cuflash.errors import DTypeError, ShapeError, in_words
 
 from .attention import attention
 from .checks import check_tensors
@@ -88,14 +89,7 @@ def triangle_attention(
     if not has_batch:
         given = {name: x.unsqueeze(0) for name, x in given.items()}
     _check_triangle(given)
-    results = [
-        _of_batch(scale, **{name: x[i] for name, x in given.items()})
-        for i in range(given["q"].shape[0])
-    ]
-    out, lse = (
-        x[0].unsqueeze(0) if len(x) == 1 else torch.stack(x)
-        for x in zip(*results, strict=True)
-    )
+    out, lse = _of_batches(scale, given)
     out, lse = (x if has_batch else x.squeeze(0) for x in (out, lse))
     return (out, lse, None) if return_aux else out
 
@@ -124,6 +118,25 @@ def _sizes(q: torch.Tensor) -> tuple[int, ...]:
             f"q has {q.ndim} axes, expected 5, or 4 without batch: {_AXES}"
         )
     return tuple(q.shape)
+
+
+def _of_batches(
+    scale: float | None, given: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """out and lse."""
+    batch, rows = given["q"].shape[:2]
+    if not batch:
+        empty = {name: x.flatten(0, 1) for name, x in given.items()}
+        results = _of_batch(scale, **empty)
+        return tuple([x.unflatten(0, (0, rows)) for x in results])
+    each = [
+        _of_batch(scale, **{name: x[i] for name, x in given.items()})
+        for i in range(batch)
+    ]
+    return tuple([
+        x[0].unsqueeze(0) if batch == 1 else torch.stack(x)
+        for x in zip(*each, strict=True)
+    ])  # fmt: skip
 
 
 def _of_batch(
@@ -264,7 +277,7 @@ def attention_pair_bias(
     bias = z if is_cached_z_proj else _projected(
         z, w_proj_z, b_proj_z, w_ln_z, b_ln_z, eps
     )  # fmt: skip
-    multiplicity = _check_pairs(q, k, v, bias, num_heads)
+    multiplicity = _check_pairs(q, k, bias, mask, num_heads)
     seen = None
     if mask is not None:
         seen = (mask != 0)[:, None, None]
@@ -306,11 +319,17 @@ def _projected(
 def _check_pairs(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
     bias: torch.Tensor,
+    mask: torch.Tensor | None,
     num_heads: int,
 ) -> int:
     """Check shapes; returns the elements of the batch that share a bias."""
+    if isinstance(num_heads, bool) or not isinstance(
+        num_heads, numbers.Integral
+    ):
+        raise DTypeError(
+            f"num_heads is {in_words(num_heads)}, expected an int"
+        )
     if q.ndim != 4 or q.shape[1] != num_heads:
         raise ShapeError(
             f"q has shape {tuple(q.shape)}, expected (batch, {num_heads},"
@@ -323,14 +342,31 @@ def _check_pairs(
             f"z gives a bias of shape {tuple(bias.shape)}, expected (batch,"
             f" {', '.join(map(str, expected))}): heads, seqlen_q, seqlen_k"
         )
-    multiplicity, rest = divmod(q.shape[0], bias.shape[0])
-    if rest:
+    batch = bias.shape[0]
+    multiplicity, rest = divmod(q.shape[0], max(batch, 1))
+    if rest or (multiplicity == 0) != (batch == 0):
         raise ShapeError(
             f"q has batch {q.shape[0]}, expected a multiple of that of z,"
-            f" {bias.shape[0]}"
+            f" {batch}"
         )
+    _check_mask(mask, batch, q.shape[0], seqlen_k)
     return multiplicity
 
 
+def _check_mask(
+    mask: torch.Tensor | None, batch: int, rows: int, seqlen_k: int
+) -> None:
+    if mask is None:
+        return
+    if tuple(mask.shape) not in ((batch, seqlen_k), (rows, seqlen_k)):
+        raise ShapeError(
+            f"mask has shape {tuple(mask.shape)}, expected"
+            f" {(batch, seqlen_k)}, a row for each element of z, or"
+            f" {(rows, seqlen_k)}, one for each of q"
+        )
+
+
 def _runs(count: int, length: int) -> list[slice]:
-    return [slice(i, i + length) for i in range(0, count, length)]
+    """Of an empty batch, one that is empty."""
+    length = max(length, 1)
+    return [slice(i, i + length) for i in range(0, max(count, 1), length)]

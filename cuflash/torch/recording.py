@@ -6,7 +6,8 @@ Tensors of closures, globals and attributes are arrays, as those of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,12 @@ _METADATA = frozenset(
         *(getattr(torch.Tensor, x).__get__ for x in _ATTRIBUTES),
         torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
         torch.Tensor.__len__, torch.Tensor.is_floating_point,
+    )
+)  # fmt: skip
+_SIZES = frozenset(
+    (
+        torch.Tensor.shape.__get__, torch.Tensor.size,
+        torch.Tensor.numel, torch.Tensor.__len__,
     )
 )  # fmt: skip
 
@@ -60,17 +67,21 @@ class Recording(NamedTuple):
         Of the tensors that they read from outside.
     tensors : tuple of Tensor
         These tensors, by slot.
-    of_mask : tuple of int
-        The slots that a mask_mod reads.
+    of_mask, numbers_of_mask : tuple of int
+        The slots of arrays and of numbers that a mask_mod reads.
     lasts : bool
         Whether it depends on no number of a tensor.
+    sized : tuple of Tensor
+        Those on whose sizes it depends.
     """
 
     graphs: Graphs
     names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
     of_mask: tuple[int, ...]
+    numbers_of_mask: tuple[int, ...]
     lasts: bool
+    sized: tuple[torch.Tensor, ...]
 
 
 class _Captured(ArraySymbol):
@@ -80,11 +91,13 @@ class _Captured(ArraySymbol):
     ----------
     name, slot, kind
     sizes : tuple of int
+    note : callable
+        Called where the graph depends on its sizes.
     first : tuple of Node
         The indices that are known.
     """
 
-    __slots__ = ("first", "sizes")
+    __slots__ = ("first", "note", "sizes")
 
     def __init__(
         self,
@@ -92,10 +105,11 @@ class _Captured(ArraySymbol):
         slot: int,
         kind: ArrayKind,
         sizes: tuple[int, ...],
+        note: Callable[[], None],
         first: tuple[Node, ...] = (),
     ) -> None:
         super().__init__(name, slot, kind)
-        self.sizes, self.first = sizes, first
+        self.sizes, self.note, self.first = sizes, note, first
 
     @property
     def ndim(self) -> int:
@@ -103,9 +117,11 @@ class _Captured(ArraySymbol):
 
     @property
     def shape(self) -> tuple[Any, ...]:
+        self.note()
         return self.sizes
 
     def __len__(self) -> int:
+        self.note()
         return self.sizes[0]
 
     def __iter__(self) -> Any:
@@ -113,6 +129,9 @@ class _Captured(ArraySymbol):
 
     def __getitem__(self, key: Any) -> Any:
         key = key if isinstance(key, tuple) else (key,)
+        several = tuple([x for x in key if x is not ...])
+        if len(several) == len(self.sizes):  # an ellipsis stands for no axis
+            key = several
         if len(key) > len(self.sizes):
             trace.refuse(
                 f"a tensor with {self.kind.ndim} axes is read by"
@@ -123,8 +142,9 @@ class _Captured(ArraySymbol):
         if len(indices) == self.kind.ndim:
             return self._gather(indices)
         return _Captured(
-            self.name, self.slot, self.kind, self.sizes[len(key) :], indices
-        )
+            self.name, self.slot, self.kind, self.sizes[len(key) :],
+            self.note, indices,
+        )  # fmt: skip
 
     @classmethod
     def __torch_function__(
@@ -134,8 +154,13 @@ class _Captured(ArraySymbol):
         if function.__name__ in ("dot", "inner", "vdot") and both:
             a, b = args
             return sum(x * y for x, y in zip(a, b, strict=True))
-        row = next(x for x in args if isinstance(x, cls))
-        return row._used()
+        for x in args:
+            if isinstance(x, cls):
+                return x._used()
+        trace.refuse(
+            f"torch.{function.__name__} of arrays",
+            "read an element of each: table[q_idx]",
+        )
 
 
 class _Capture(TorchFunctionMode):
@@ -160,6 +185,9 @@ class _Capture(TorchFunctionMode):
         super().__init__()
         self.first_slot, self.names, self.known = first_slot, names, known
         self.tensors: list[torch.Tensor] = []
+        # Those on whose sizes a result depends.
+        self.sized: list[torch.Tensor] = []
+        self.role = ""
         # Whether a result depends on numbers of tensors.
         self.is_changeable = False
 
@@ -174,6 +202,15 @@ class _Capture(TorchFunctionMode):
             if issubclass(kind, (Symbol, _Captured)):
                 return kind.__torch_function__(function, types, args, kwargs)
         reads = any(isinstance(x, torch.Tensor) for x in args)
+        if function is torch._C._set_grad_enabled and args == (False,):
+            if self.role == "score_mod":
+                trace.refuse(
+                    "a part without gradients",
+                    "all of a score is differentiated: read what is constant"
+                    " from a tensor that does not require grad",
+                )
+        if function in _SIZES:
+            self.sized.append(args[0])
         if (reads and function not in _METADATA) or _is_random(function):
             self.is_changeable = True
         return function(*args, **kwargs or {})
@@ -190,7 +227,8 @@ class _Capture(TorchFunctionMode):
         kind = ArrayKind(NUMPY[tensor.dtype].name, max(tensor.ndim, 1))
         sizes = tuple(tensor.shape) or (1,)
         slot = self.first_slot + index
-        return _Captured(self.name_of(tensor), slot, kind, sizes)
+        note = functools.partial(self.sized.append, tensor)
+        return _Captured(self.name_of(tensor), slot, kind, sizes, note)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """The name of a tensor that is captured."""
@@ -253,6 +291,7 @@ def recorded(
     roots: list[tuple[str, Node]] = []
     with capture, trace.capturing(capture.number):
         for role, function in functions.items():
+            capture.role = role
             root, read = trace.record(function, role, given)
             roots.append((role, root))
             unread -= read
@@ -260,6 +299,7 @@ def recorded(
     names = tuple([traced.named(capture.name_of(x)) for x in capture.tensors])
     read_from = {**own, **dict(zip(names, capture.tensors, strict=True))}
     traced.given_of(_described(read_from), values)  # checks them
+    hidden = dict(roots).get("mask_mod")
     graphs = Graphs(
         tuple(roots), moved_of(roots, read_from), reads_batch(roots)
     )
@@ -267,8 +307,10 @@ def recorded(
         graphs,
         names,
         tuple(capture.tensors),
-        _slots(dict(roots).get("mask_mod")),
+        _slots(hidden),
+        tuple(sorted(_numbers_in(hidden))),
         not capture.is_changeable,
+        tuple(capture.sized),
     )
 
 
@@ -338,6 +380,14 @@ def moved_of(
 def reads_batch(roots: Iterable[tuple[str, Node]]) -> bool:
     """Whether graphs depend on the position in the batch."""
     return any("b" in x.depends for _, x in roots)
+
+
+def _numbers_in(root: Node | None) -> set[int]:
+    """The slots of the numbers that a graph reads."""
+    if root is None:
+        return set()
+    every = nodes.in_order([root])
+    return {x.value for x in every if x.op == "number"}
 
 
 def _slots(root: Node | None) -> tuple[int, ...]:

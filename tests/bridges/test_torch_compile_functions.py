@@ -101,10 +101,10 @@ def test_a_function_made_inside():
 
 
 def test_a_tensor_that_no_path_leads_to():
-    hidden = {1: torch.zeros(HEADS)}
+    hidden = {1.0: torch.zeros(HEADS)}
 
     def score(s, b, h, q_idx, kv_idx):
-        return s + hidden[1][h]
+        return s + hidden[1.0][h]
 
     with pytest.raises(Exception, match="pass it by mod_arrays"):
         compiled(lambda *qkv: flex_attention(*qkv, score))(*QKV)

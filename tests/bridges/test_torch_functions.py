@@ -162,6 +162,37 @@ def test_a_block_mask_reads_what_has_changed():
         ids[4:] = 1
 
 
+class Width:
+    width = 1
+
+
+def of_modules(make):
+    """A function of a Sequential's first module, and what changes it."""
+    modules = torch.nn.Sequential(make(1))
+    return (
+        lambda b, h, i, j: i - j < modules[0].out_features,
+        lambda width: modules.__setitem__(0, make(width)),
+    )
+
+
+CHANGED = {
+    "class": lambda: (
+        lambda b, h, i, j: i - j < Width.width,
+        lambda width: setattr(Width, "width", width),
+    ),
+    "modules": lambda: of_modules(lambda width: torch.nn.Linear(1, width)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_numbers_that_are_attributes_change(name):
+    mask, change = CHANGED[name]()
+    for width in 2, 3, 2:
+        change(width)
+        got = attention(*QKV, mask_mod=mask)
+        assert_near(got, attention(*QKV, window=(width - 1, None)))
+
+
 @pytest.mark.parametrize("dims", [(1, None), (0, 0), (None, 0)])
 def test_vmap(dims):
     """By the batch's index they run one after another."""
@@ -208,6 +239,14 @@ REFUSED = {
         lambda s, b, h, i, j: s + META[h], ValueRangeError,
         "META, which score_mod or mask_mod reads, is on meta, expected cpu",
     ),
+    "stack": (
+        lambda s, b, h, i, j: s + torch.stack([TABLE[h]] * 2)[0, j],
+        ExpressionError, "read an element of each",
+    ),
+    "no gradients": (
+        lambda s, b, h, i, j: torch.no_grad()(lambda: s * s)(),
+        ExpressionError, "all of a score is differentiated",
+    ),
     "slice": (
         lambda s, b, h, i, j: s + TABLE[h, :].sum(), ExpressionError,
         "is read by a slice",
@@ -237,6 +276,19 @@ def test_what_is_refused_and_what_to_write(name):
     with pytest.raises(error) as caught:
         attention(*QKV, score_mod=function)
     assert words in str(caught.value), caught.value
+
+
+def test_an_ellipsis_and_masks_without_gradients():
+    @torch.no_grad()
+    def mask(b, h, i, j):
+        return i >= j
+
+    table = bias_of(4)
+    got = attention(
+        *QKV, score_mod=lambda s, b, h, i, j: s + table[h, ..., j % 2],
+        mask_mod=mask,
+    )  # fmt: skip
+    assert_near(got, attention(*QKV, score_mod=bent(table), causal=True))
 
 
 def test_block_masks_of_other_sizes_and_of_other_things():

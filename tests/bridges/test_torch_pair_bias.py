@@ -176,6 +176,28 @@ def test_a_cached_projection():
     assert none is None
 
 
+# Empty batches ---------------------------------------------------------------
+
+
+def test_an_empty_batch_of_triangles():
+    inputs = [x.detach()[:0].requires_grad_() for x in triangle_inputs()]
+    mask = some_mask(BATCH, ROWS, 1, 1, SEQLEN_K)[:0]
+    out, lse, _ = triangle_attention(*inputs, mask, return_aux=True)
+    assert out.shape == inputs[0].shape
+    assert lse.shape == (*out.shape[:-1], 1)
+    grads = torch.autograd.grad(out.sum(), inputs)
+    assert [x.shape for x in grads] == [x.shape for x in inputs]
+
+
+@pytest.mark.parametrize("mask", [None, some_mask(0, SEQLEN_K)])
+def test_an_empty_batch_of_pairs(mask):
+    given = pair_inputs()
+    given |= {x: given[x].detach()[:0] for x in ("s", "q", "k", "v", "z")}
+    out, bias = attention_pair_bias(**given, mask=mask, num_heads=HEADS)
+    assert out.shape == (0, SEQLEN_Q, WIDTH)
+    assert bias.shape == (0, HEADS, SEQLEN_Q, SEQLEN_K)
+
+
 # Errors ----------------------------------------------------------------------
 
 
@@ -199,3 +221,17 @@ def test_wrong_shapes_of_pairs():
     given["w_proj_z"] = None
     with pytest.raises(cuflash.DTypeError, match="unless is_cached_z_proj"):
         attention_pair_bias(**given, num_heads=HEADS)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_a_mask_of_another_batch(rows):
+    given = pair_inputs(3)
+    mask = some_mask(rows, SEQLEN_K)
+    with pytest.raises(cuflash.ShapeError, match=f"mask has shape .{rows}, 7"):
+        attention_pair_bias(**given, mask=mask, num_heads=HEADS)
+
+
+@pytest.mark.parametrize("heads", [2.0, "2", None, True])
+def test_heads_that_are_no_integer(heads):
+    with pytest.raises(cuflash.DTypeError, match="num_heads is"):
+        attention_pair_bias(**pair_inputs(), mask=None, num_heads=heads)

@@ -81,6 +81,23 @@ def test_graphs_are_forgotten_with_what_uses_them():
     assert len(nodes._KNOWN) == before
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.to("cpu", np.int64),
+        lambda x: x.to("cuda:0", dtype=int, copy=True),
+        lambda x: x.to(int, False),
+        lambda x: x.to(trace.Symbol(index("q_idx"))),
+        lambda x: x.to(other=trace.Symbol(index("q_idx"))),
+    ],
+)
+def test_arguments_of_pytorchs_to(convert):
+    assert value_of(lambda x, y: convert(x * 0.7)) is value_of(
+        lambda x, y: (x * 0.7).astype(int)
+    )
+    assert value_of(lambda x, y: x.to("cpu", True)) is index("q_idx")
+
+
 # ---- Remembering: a function is called again if its graph may differ ----
 
 
