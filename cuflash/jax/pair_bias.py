@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from cuflash.errors import ShapeError
+from cuflash.request import pair_bias
 
 from .attention import attention
 
@@ -76,7 +76,9 @@ def triangle_attention(
     >>> lse.shape
     (1, 16, 4, 16, 1)
     """
-    _check(q, k, v, bias, mask)
+    given = {"q": q, "k": k, "v": v, "bias": bias}
+    given |= {} if mask is None else {"mask": jnp.asarray(mask)}
+    pair_bias.check_triangle({x: tuple(y.shape) for x, y in given.items()})
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     bias = bias.astype(wide)
     if deterministic:
@@ -97,32 +99,6 @@ def triangle_attention(
     results = [of_batch(i) for i in range(q.shape[0])]
     out = jnp.stack([x.swapaxes(1, 2) for x, _ in results])
     return [out, jnp.stack([x for _, x in results])[..., None], None]
-
-
-def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, mask: Any
-) -> None:
-    if q.ndim != 5:
-        raise ShapeError(
-            f"q has {q.ndim} axes, expected 5: (batch, rows, heads, seqlen_q,"
-            " head_dim)"
-        )
-    batch, rows, heads, seqlen_q, head_dim = q.shape
-    seqlen_k = k.shape[3] if k.ndim == 5 else 0
-    of_keys = batch, rows, heads, seqlen_k, head_dim
-    expected = {
-        "k": (k, of_keys),
-        "v": (v, of_keys),
-        "bias": (bias, (batch, 1, heads, seqlen_q, seqlen_k)),
-    }
-    if mask is not None:
-        expected["mask"] = mask, (batch, rows, 1, 1, seqlen_k)
-    for name, (x, shape) in expected.items():
-        if tuple(x.shape) != shape:
-            raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, expected {shape}: q has"
-                f" {tuple(q.shape)}"
-            )
 
 
 def attention_pair_bias(
@@ -192,27 +168,18 @@ def attention_pair_bias(
     >>> out.shape, bias.shape
     ((1, 16, 32), (1, 4, 16, 16))
     """
+    pair_bias.check_projection(w_proj_z, is_cached_z_proj)
     bias = z
     if not is_cached_z_proj:
         bias = _linear(_layer_norm(z, w_ln_z, b_ln_z, eps), w_proj_z, b_proj_z)
         bias = bias.transpose(0, 3, 1, 2)
+    seen = None if mask is None else jnp.asarray(mask)
+    given = {"q": q, "k": k, "bias": bias}
+    given |= {} if seen is None else {"mask": seen}
+    shapes = {x: tuple(y.shape) for x, y in given.items()}
+    multiplicity = pair_bias.multiplicity_of(shapes, num_heads)
     batch = bias.shape[0]
-    multiplicity, rest = divmod(q.shape[0], batch) if batch else (1, len(q))
-    if rest or q.ndim != 4 or q.shape[1] != num_heads:
-        raise ShapeError(
-            f"q has shape {tuple(q.shape)}, expected (a multiple of"
-            f" {batch}, {num_heads}, seqlen_q, head_dim): z has batch"
-            f" {batch}, num_heads is {num_heads}"
-        )
-    seen = mask
-    if mask is not None:
-        seen = jnp.asarray(mask)
-        shapes = [(x, bias.shape[-1]) for x in dict.fromkeys((batch, len(q)))]
-        if seen.shape not in shapes:
-            raise ShapeError(
-                f"mask has shape {seen.shape}, expected"
-                f" {' or '.join(map(str, shapes))}"
-            )
+    if seen is not None:
         if len(seen) != q.shape[0]:
             seen = jnp.repeat(seen, multiplicity, 0)
         seen = seen.reshape(batch, multiplicity, 1, 1, seen.shape[1])

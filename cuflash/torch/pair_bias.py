@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import torch
 
-from cuflash.errors import DTypeError, ShapeError, in_words
+from cuflash.request import pair_bias
 
 from .attention import attention
 from .checks import check_tensors
-
-_AXES = "(batch, rows, heads, seqlen, head_dim)"
 
 
 def triangle_attention(
@@ -88,36 +85,11 @@ def triangle_attention(
     has_batch = q.ndim != 4
     if not has_batch:
         given = {name: x.unsqueeze(0) for name, x in given.items()}
-    _check_triangle(given)
+    shapes = {name: tuple(x.shape) for name, x in given.items()}
+    pair_bias.check_triangle(shapes, "5, or 4 without batch")
     out, lse = _of_batches(scale, given)
     out, lse = (x if has_batch else x.squeeze(0) for x in (out, lse))
     return (out, lse, None) if return_aux else out
-
-
-def _check_triangle(given: dict[str, torch.Tensor]) -> None:
-    batch, rows, heads, seqlen_q, head_dim = _sizes(given["q"])
-    seqlen_k = given["k"].shape[3] if given["k"].ndim == 5 else 0
-    expected = {
-        "k": (batch, rows, heads, seqlen_k, head_dim),
-        "v": (batch, rows, heads, seqlen_k, head_dim),
-        "bias": (batch, 1, heads, seqlen_q, seqlen_k),
-        "mask": (batch, rows, 1, 1, seqlen_k),
-    }
-    for name, x in given.items():
-        if name in expected and tuple(x.shape) != expected[name]:
-            raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, expected"
-                f" {expected[name]}: q has {tuple(given['q'].shape)}, which"
-                f" is {_AXES}"
-            )
-
-
-def _sizes(q: torch.Tensor) -> tuple[int, ...]:
-    if q.ndim != 5:
-        raise ShapeError(
-            f"q has {q.ndim} axes, expected 5, or 4 without batch: {_AXES}"
-        )
-    return tuple(q.shape)
 
 
 def _of_batches(
@@ -274,24 +246,25 @@ def attention_pair_bias(
     """
     given = {"s": s, "q": q, "k": k, "v": v, "z": z}
     check_tensors(given)
-    bias = z if is_cached_z_proj else _projected(
-        z, w_proj_z, b_proj_z, w_ln_z, b_ln_z, eps
-    )  # fmt: skip
-    multiplicity = _check_pairs(q, k, bias, mask, num_heads)
-    seen = None
+    pair_bias.check_projection(w_proj_z, is_cached_z_proj)
+    bias = z
+    if w_proj_z is not None and not is_cached_z_proj:
+        bias = _projected(z, w_proj_z, b_proj_z, w_ln_z, b_ln_z, eps)
+    shapes = {"q": q, "k": k, "bias": bias}
+    shapes |= {} if mask is None else {"mask": mask}
+    multiplicity = pair_bias.multiplicity_of(
+        {name: tuple(x.shape) for name, x in shapes.items()}, num_heads
+    )
+    lead = bias.shape[0], multiplicity
+    seen = mask
     if mask is not None:
-        seen = (mask != 0)[:, None, None]
-        if mask.shape[0] != q.shape[0]:
-            seen = seen.repeat_interleave(multiplicity, 0)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    parts = [
-        _attend(
-            q[rows], k[rows], v[rows], bias[i : i + 1],
-            None if seen is None else seen[rows], attn_scale,
-        )[0]
-        for i, rows in enumerate(_runs(q.shape[0], multiplicity))
-    ]  # fmt: skip
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        own = mask.shape[0] == q.shape[0]
+        seen = (mask.unflatten(0, lead) if own else mask[:, None])[
+            :, :, None, None
+        ].expand(*lead, 1, 1, -1)
+    q, k, v = (x.unflatten(0, lead) for x in (q, k, v))
+    out = triangle_attention(q, k, v, bias[:, None], seen, attn_scale)
+    out = out.flatten(0, 1).transpose(1, 2)
     linear = torch.nn.functional.linear
     gate = torch.sigmoid(linear(s, w_proj_g, b_proj_g))
     out = linear(gate * out.flatten(2), w_proj_o, b_proj_o)
@@ -300,73 +273,13 @@ def attention_pair_bias(
 
 def _projected(
     z: torch.Tensor,
-    w_proj: torch.Tensor | None,
+    w_proj: torch.Tensor,
     b_proj: torch.Tensor | None,
     w_ln: torch.Tensor | None,
     b_ln: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
     """The bias, (batch, heads, seqlen_q, seqlen_k), of `z`."""
-    if w_proj is None:
-        raise DTypeError(
-            "w_proj_z is None, expected a Tensor unless is_cached_z_proj=True"
-        )
     functional = torch.nn.functional
     normed = functional.layer_norm(z, z.shape[-1:], w_ln, b_ln, eps)
     return functional.linear(normed, w_proj, b_proj).permute(0, 3, 1, 2)
-
-
-def _check_pairs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    bias: torch.Tensor,
-    mask: torch.Tensor | None,
-    num_heads: int,
-) -> int:
-    """Check shapes; returns the elements of the batch that share a bias."""
-    if isinstance(num_heads, bool) or not isinstance(
-        num_heads, numbers.Integral
-    ):
-        raise DTypeError(
-            f"num_heads is {in_words(num_heads)}, expected an int"
-        )
-    if q.ndim != 4 or q.shape[1] != num_heads:
-        raise ShapeError(
-            f"q has shape {tuple(q.shape)}, expected (batch, {num_heads},"
-            f" seqlen_q, head_dim): num_heads is {num_heads}"
-        )
-    seqlen_k = k.shape[2] if k.ndim == 4 else 0
-    expected = num_heads, q.shape[2], seqlen_k
-    if bias.ndim != 4 or tuple(bias.shape[1:]) != expected:
-        raise ShapeError(
-            f"z gives a bias of shape {tuple(bias.shape)}, expected (batch,"
-            f" {', '.join(map(str, expected))}): heads, seqlen_q, seqlen_k"
-        )
-    batch = bias.shape[0]
-    multiplicity, rest = divmod(q.shape[0], max(batch, 1))
-    if rest or (multiplicity == 0) != (batch == 0):
-        raise ShapeError(
-            f"q has batch {q.shape[0]}, expected a multiple of that of z,"
-            f" {batch}"
-        )
-    _check_mask(mask, batch, q.shape[0], seqlen_k)
-    return multiplicity
-
-
-def _check_mask(
-    mask: torch.Tensor | None, batch: int, rows: int, seqlen_k: int
-) -> None:
-    if mask is None:
-        return
-    if tuple(mask.shape) not in ((batch, seqlen_k), (rows, seqlen_k)):
-        raise ShapeError(
-            f"mask has shape {tuple(mask.shape)}, expected"
-            f" {(batch, seqlen_k)}, a row for each element of z, or"
-            f" {(rows, seqlen_k)}, one for each of q"
-        )
-
-
-def _runs(count: int, length: int) -> list[slice]:
-    """Of an empty batch, one that is empty."""
-    length = max(length, 1)
-    return [slice(i, i + length) for i in range(0, max(count, 1), length)]

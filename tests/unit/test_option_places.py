@@ -30,6 +30,7 @@ PLACES = {
         "bias mask mask_mod score_mod softcap",
     ),
     "request/checks": ("one check each", "window softcap dropout seed"),
+    "request/pair_bias": ("theirs", "bias mask"),
     "request/fields": (
         "of structs", "window softcap dropout max_seqlen_q max_seqlen_k",
     ),
