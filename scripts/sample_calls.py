@@ -141,15 +141,21 @@ def each_option(
     ]
 
 
+def option_sets(
+    random: np.random.Generator, name: str, shape: tuple, seed: int
+) -> list[dict[str, Any]]:
+    """Return the arguments of a call without options, and with all."""
+    given = {"causal": shape[-1], **precision_of(name)}
+    each = each_option(random, name, shape, seed)
+    together = {name: x for options in each for name, x in options.items()}
+    return [given, {**together, **given}]
+
+
 def run_derivatives(name: str, shape: tuple, seed: int) -> None:
     """Run jvp in two directions and double_backward; then with options."""
     random = np.random.default_rng(seed)
     q, k, v, dout = inputs(random, name, shape, 2)
-    given = {"causal": shape[-1], **precision_of(name)}
-    each = each_option(random, name, shape, seed)
-    together = {name: x for options in each for name, x in options.items()}
-    for options in ({}, together):
-        options = {**options, **given}
+    for options in option_sets(random, name, shape, seed):
         out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
         moving = {"q": q, "k": k, "v": v}
         moving |= {x: options[x] for x in ("bias", "sink") if x in options}
@@ -299,11 +305,7 @@ def run_readouts(name: str, shape: tuple, seed: int) -> None:
     """Run each readout and its gradients, plain and with all options."""
     random = np.random.default_rng(seed)
     q, k, v, _ = inputs(random, name, shape, 2)
-    given = {"causal": shape[-1], **precision_of(name)}
-    each = each_option(random, name, shape, seed)
-    together = {name: x for options in each for name, x in options.items()}
-    for options in ({}, together):
-        options = {**options, **given}
+    for options in option_sets(random, name, shape, seed):
         _, lse, _ = cuflash.forward(
             q, k, v, **options, return_lse=True, return_max_score=True
         )
@@ -336,14 +338,11 @@ def run_expressions(name: str, shape: tuple, seed: int) -> None:
     """Run a user's functions, alone and with all options."""
     random = np.random.default_rng(seed)
     q, k, v, dout = inputs(random, name, shape, 2)
-    given = {"causal": shape[-1], **precision_of(name)}
     table = draw(random, np.float32, q.shape[2], 17)
     functions = {"score_mod": near_by_table, "mask_mod": of_both_parities}
-    given |= {**functions, "mod_arrays": {"table": table}}
-    each = each_option(random, name, shape, seed)
-    together = {name: x for options in each for name, x in options.items()}
-    for options in ({}, together):
-        options = {**options, **given}
+    functions["mod_arrays"] = {"table": table}
+    for options in option_sets(random, name, shape, seed):
+        options |= functions
         out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
         for deterministic in (False, True):
             cuflash.backward(
