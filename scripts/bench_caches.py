@@ -26,6 +26,7 @@ import numpy as np
 import cuflash
 from bench_parts import decode_runners, machine, reading
 from bench_parts.timing import Contender, alternate
+from demo_parts.generation import in_tree
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 CALLS = 10  # in a graph
@@ -126,15 +127,6 @@ def latent(seconds: float) -> list[dict[str, Any]]:
         flops = 2 * pairs * (LATENT_DIM + LATENT_DIM_V)
         rows.append(line(name, calls, cache.nbytes, flops, seconds))
     return rows
-
-
-def in_tree(
-    b: Any, h: Any, q_idx: Any, kv_idx: Any, *,
-    is_ancestor: Any, seqlen_q: Any, seqlen_k: Any,
-) -> Any:  # fmt: skip
-    """A mask: each node sees the text, its ancestors and itself."""
-    text = seqlen_k - seqlen_q
-    return (kv_idx < text) | is_ancestor[q_idx, kv_idx - text]
 
 
 def tree(seconds: float) -> list[dict[str, Any]]:
