@@ -233,7 +233,7 @@ class Values:
         if self._buffers is None or np.prod(shape) < LEAST_BUFFER:
             value = FUNCTIONS[node.op].evaluate(*args)
             return value if value.dtype == wants else value.astype(wants)
-        out = self._buffer(node, shape, args, dead)
+        out = self._buffer(node, wants, shape, args, dead)
         if node.op in _WITH_OUT:
             _WITH_OUT[node.op](*args, out)
         elif node.op in _UFUNCS:
@@ -252,12 +252,13 @@ class Values:
     def _buffer(
         self,
         node: Node,
+        dtype: np.dtype,
         shape: tuple[int, ...],
         args: list[Any],
         dead: tuple[Node, ...],
     ) -> np.ndarray:
         """Memory for a result: an operand's, if that is not needed again."""
-        buffers, dtype = self._buffers, self._dtype(node)
+        buffers = self._buffers
         assert buffers is not None
         for arg, value in zip(node.args, args, strict=True):
             if arg not in dead or np.shape(value) != shape:
