@@ -33,6 +33,16 @@ def _pushed(
     return jax.jvp(function, (at,), ({**zeros, **moved},))[1]
 
 
+def _parted(
+    operands: tuple[Any, ...], moved: Names, names: Names, has_dlse: bool
+) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+    """Tangents by name, then dout and dlse, then the call's arrays."""
+    n, m = len(moved), len(moved) + 1 + has_dlse
+    tangents = dict(zip(moved, operands, strict=False))
+    fixed = dict(zip(names, operands[m:-2], strict=True))
+    return tangents, [*operands[n:m]], fixed
+
+
 def second_tangent(
     *operands: Any,
     names: Names,
@@ -71,9 +81,7 @@ def second_gradients(
     has_dlse: bool,
 ) -> list[Any]:
     """The gradients of <dout, out'> + <dlse, lse'>."""
-    n, m = len(moved), len(moved) + 1 + has_dlse
-    tangents = dict(zip(moved, operands, strict=False))
-    fixed = dict(zip(names, operands[m:-2], strict=True))
+    tangents, given, fixed = _parted(operands, moved, names, has_dlse)
     function = _attend(fixed, asked, has_dlse)
     frozen = {x: fixed[x] for x in moved if x not in wrt}
 
@@ -82,7 +90,7 @@ def second_gradients(
 
     point = {x: fixed[x] for x in wrt}
     values, pull = jax.vjp(pushed, point)
-    (found,) = pull([*operands[n:m]])
+    (found,) = pull(given)
     return [*(found[x] for x in wrt), *values]
 
 
@@ -95,11 +103,9 @@ def gradients_tangent(
     has_dlse: bool,
 ) -> list[Any]:
     """The tangent of the gradients."""
-    n, m = len(moved), len(moved) + 1 + has_dlse
-    tangents = dict(zip(moved, operands, strict=False))
-    fixed = dict(zip(names, operands[m:-2], strict=True))
+    tangents, given, fixed = _parted(operands, moved, names, has_dlse)
     function = _attend(fixed, asked, has_dlse)
-    arrays = dict(zip(("out", "lse"), operands[n:m], strict=False))
+    arrays = dict(zip(("out", "lse"), given, strict=False))
     arrays |= {
         x: fixed[x] for x in dict.fromkeys((*wrt, *moved)) if x in fixed
     }
