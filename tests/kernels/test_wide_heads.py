@@ -189,7 +189,7 @@ def test_doubles_of_193_to_256_columns(backend, arch, head_dims):
 
 @pytest.mark.parametrize("backend", [EMULATED])
 def test_gradients_are_the_same_in_every_run(backend):
-    """On simt, which newer GPUs do not run: a block has its elements alone."""
+    """On simt, as on sm_75: one block writes each element."""
     on = Emulation("sm_75")
     case = case_of(backend, "float64", causal=True, on=on)
     arrays = inputs(case)
