@@ -115,9 +115,12 @@ def text(kernel: KernelPlan) -> str:
     ])  # fmt: skip
 
 
-def _headers() -> str:
-    """The folder of the text's one header, as a flag."""
-    return f"-I{FOLDER}"
+def _headers() -> tuple[str, ...]:
+    """The folder of the text's one header, as flags.
+
+    Programs do not depend on where it lies, and are kept for any folder.
+    """
+    return f"-I{FOLDER}", f"-fmacro-prefix-map={FOLDER}/="
 
 
 def _macros(arch: str) -> tuple[str, ...]:
@@ -136,7 +139,7 @@ def explaining(arch: str) -> tuple[str, ...]:
         "-gdwarf-4",
         "-fno-eliminate-unused-debug-types",
         *_macros(arch),
-        _headers(),
+        *_headers(),
         "-c",
     )
 
@@ -182,7 +185,7 @@ def executable(
         try:
             written, made = folder / "kernel.cpp", folder / "kernel.o"
             written.write_text(built)
-            done = _call(*compiling, headers, "-c", written, "-o", made)
+            done = _call(*compiling, *headers, "-c", written, "-o", made)
             if done.returncode == 0:
                 program = folder / "program"
                 files = {_OBJECT: made, _ENGINE: engine, _PROGRAM: program}
