@@ -252,7 +252,8 @@ def test_arrays_that_only_a_mask_reads_have_zero_derivatives(has_score):
 # ---- What a jaxpr may hold ----
 
 
-EIGHT_BITS = jnp.arange(0, 100, 25, jnp.int8)
+# NumPy's: JAX's would start its threads before tests run.
+EIGHT_BITS = np.arange(0, 100, 25, np.int8)
 WEIGHTS = np.linspace(-1, 1, 5).astype(np.float32)
 
 # With JAX's functions, and the same with NumPy's.
@@ -301,7 +302,7 @@ SAME = {
     "narrow integers": (
         lambda s, b, h, i, j: s + 25 * np.clip(j, 1, 2) + (i > j),
         lambda s, b, h, i, j: s
-        + jnp.clip(EIGHT_BITS[j], 25, 50).astype(jnp.int16)
+        + jnp.clip(jnp.asarray(EIGHT_BITS)[j], 25, 50).astype(jnp.int16)
         + (i > j).astype(jnp.uint8).astype(jnp.float32),
     ),
     "closure": (
@@ -364,7 +365,7 @@ def narrow(s, b, h, i, j):
 
 
 def narrow_sum(s, b, h, i, j):
-    return s + (EIGHT_BITS[j] + EIGHT_BITS[j])
+    return s + (jnp.asarray(EIGHT_BITS)[j] + jnp.asarray(EIGHT_BITS)[j])
 
 
 def of_scipy(s, b, h, i, j):
