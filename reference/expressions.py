@@ -590,12 +590,17 @@ _FLAT = _OF_BOOLS | {
 
 
 def _power_slopes(y: Any, x: Any, n: Any) -> tuple[Any, Any]:
-    """Return n x^(n-1) and x^n log(x), 0 where n or x^n is 0."""
+    """Return n x^(n-1) and x^n log(x), 0 where n or x^n is 0.
+
+    Where n is 0, the first still moves with n, by x^(n-1).
+    """
     x, n = x * 1.0, n * 1.0
-    of_x = np.where(n == 0, 0.0, n * x ** (n - 1))
+    below = x ** (n - 1)
+    of_x = np.where((n == 0) & ~np.isfinite(below), 0.0, n * below)
     return of_x, np.where(y == 0, 0.0, y * np.log(x))
 
 
+_ERROR = 2 / np.sqrt(np.pi)
 # The derivatives of y = f(x, ...) with respect to each argument.
 _SLOPES: dict[np.ufunc, Callable[..., tuple[Any, ...]]] = {
     np.positive: lambda y, x: (1.0,),
