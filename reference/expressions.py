@@ -76,6 +76,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from scipy import special
 
 from .scores import quiet
 
@@ -631,4 +632,6 @@ _SLOPES: dict[np.ufunc, Callable[..., tuple[Any, ...]]] = {
     np.sinh: lambda y, x: (np.cosh(x),),
     np.cosh: lambda y, x: (np.sinh(x),),
     np.tanh: lambda y, x: (1 - y * y,),
+    special.erf: lambda y, x: (_ERROR * np.exp(-x * x),),
+    special.erfc: lambda y, x: (-_ERROR * np.exp(-x * x),),
 }

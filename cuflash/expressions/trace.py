@@ -10,6 +10,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import math
 import os
 import sys
 import threading
@@ -538,7 +539,7 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
         refuse(
             f"{words} cannot be recorded",
             "expressions know +, -, *, /, //, %, **, comparisons, &, |, ~,"
-            " << and >>, and of NumPy's functions "
+            " << and >>, and of NumPy's and SciPy's functions "
             + ", ".join(sorted({x.name for x in BY_UFUNC.values()} - _OURS)),
         )
     row = BY_UFUNC[name]
@@ -583,6 +584,21 @@ def _composed(name: str, x: Node) -> Node:
     return apply("add", half, apply("multiply", half, tanh))
 
 
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    """PyTorch's: x / 2 erfc(-x / sqrt(2)), or the same by tanh."""
+    half = 0.5 * x
+    if approximate == "none":
+        operand = (-math.sqrt(0.5) * x,)
+        return half * _called("torch.gelu", "erfc", operand)
+    if approximate != "tanh":
+        refuse(
+            f"torch.gelu with approximate={approximate!r}",
+            'write approximate="none" or "tanh"',
+        )
+    operand = (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x),)
+    return half + half * _called("torch.gelu", "tanh", operand)
+
+
 def _power(words: str, x: Node, exponent: Node) -> Node:
     """A power; by a small whole constant, products."""
     small = exponent.is_constant and exponent.value in (0, 1, 2, 3, 4)
@@ -606,6 +622,8 @@ def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
     name = words.rpartition(".")[2].strip("_")
     if name in ("clip", "clamp") and keywords.keys() <= _BOUNDS.keys():
         return _clip(*args, **{_BOUNDS[x]: y for x, y in keywords.items()})
+    if name == "gelu" and keywords.keys() <= {"approximate"}:
+        return _gelu(*args, **keywords)
     if keywords:
         refuse(
             f"{words} with {', '.join(keywords)} cannot be recorded",

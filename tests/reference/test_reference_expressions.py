@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import special
 
 from cuflash.reference import backward, expressions, forward
 from cuflash.reference.attention import attention, attention_vjp
@@ -225,6 +226,7 @@ SMOOTH = {
     "circle": lambda x: np.sin(x) * np.cos(x) + np.tan(x) + np.arctan(x),
     "hyperbola": lambda x: np.tanh(x) + np.sinh(x) * np.cosh(x),
     "minus": lambda x: -x - (+x),
+    "error": lambda x: special.erf(x) + 3 * special.erfc(x / 2),
 }
 
 

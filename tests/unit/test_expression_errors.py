@@ -73,7 +73,7 @@ SCORES = {
     ),
     "unknown ufunc": (
         lambda score, b, h, q_idx, kv_idx: np.arctan(score),
-        "np.arctan cannot be recorded", "of NumPy's functions absolute, add,",
+        "np.arctan cannot be recorded", "of NumPy's and SciPy's functions",
     ),
     "unknown function": (
         lambda score, b, h, q_idx, kv_idx: np.sinc(score),
