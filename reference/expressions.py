@@ -440,11 +440,16 @@ class Dual(NDArrayOperatorsMixin):
         """Return bools, integers or reals.
 
         An integer of a real is rounded towards 0; 0 if 64 bits do not hold it.
+        Integers that are cut to 32 bits wrap; what follows has 64 again.
         """
-        kind = np.dtype(dtype).kind
+        kind, size = np.dtype(dtype).kind, np.dtype(dtype).itemsize
         if kind == "b":
             return Dual(self.value != 0)
-        if kind in "iu":
+        if kind == "u" or (kind == "i" and size < 4):
+            raise TypeError(f"{np.dtype(dtype)} wraps: write x.astype(int)")
+        if kind == "i":
+            if self.value.dtype.kind == "i":
+                return Dual(self.value.astype(dtype))
             held = np.abs(self.value) < 2.0**63  # False for NaN
             return Dual(np.where(held, self.value, 0).astype(np.int64))
         return Dual(self.value.astype(np.float64), self.slopes, self.bends)

@@ -292,6 +292,15 @@ def test_an_array_without_axes_has_a_gradient():
     assert_allclose(dmod["t"], np.array(want), "dt", atol=1e-8)
 
 
+def test_integers_that_are_cut():
+    x = Dual([2**31 - 1, 2**31, -(2**31) - 1, 2**33 + 7])
+    got = x.astype(np.int32).value
+    assert_arrays_equal(got, [2**31 - 1, -(2**31), 2**31 - 1, 7], "int32")
+    for narrow in (np.int8, np.int16, np.uint32, np.uint64):
+        with pytest.raises(TypeError, match="wraps: write x.astype"):
+            x.astype(narrow)
+
+
 def test_nan_is_no_branch():
     x = Dual([np.nan, 1.0])
     assert_arrays_equal(np.minimum(x, 2).value, [np.nan, 1.0], "minimum")
