@@ -76,6 +76,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from scipy import special
 
 from .scores import quiet
 
@@ -439,11 +440,16 @@ class Dual(NDArrayOperatorsMixin):
         """Return bools, integers or reals.
 
         An integer of a real is rounded towards 0; 0 if 64 bits do not hold it.
+        Integers that are cut to 32 bits wrap; what follows has 64 again.
         """
-        kind = np.dtype(dtype).kind
+        kind, size = np.dtype(dtype).kind, np.dtype(dtype).itemsize
         if kind == "b":
             return Dual(self.value != 0)
-        if kind in "iu":
+        if kind == "u" or (kind == "i" and size < 4):
+            raise TypeError(f"{np.dtype(dtype)} wraps: write x.astype(int)")
+        if kind == "i":
+            if self.value.dtype.kind == "i":
+                return Dual(self.value.astype(dtype))
             held = np.abs(self.value) < 2.0**63  # False for NaN
             return Dual(np.where(held, self.value, 0).astype(np.int64))
         return Dual(self.value.astype(np.float64), self.slopes, self.bends)
@@ -590,12 +596,17 @@ _FLAT = _OF_BOOLS | {
 
 
 def _power_slopes(y: Any, x: Any, n: Any) -> tuple[Any, Any]:
-    """Return n x^(n-1) and x^n log(x), 0 where n or x^n is 0."""
+    """Return n x^(n-1) and x^n log(x), 0 where n or x^n is 0.
+
+    Where n is 0, the first still moves with n, by x^(n-1).
+    """
     x, n = x * 1.0, n * 1.0
-    of_x = np.where(n == 0, 0.0, n * x ** (n - 1))
+    below = x ** (n - 1)
+    of_x = np.where((n == 0) & ~np.isfinite(below), 0.0, n * below)
     return of_x, np.where(y == 0, 0.0, y * np.log(x))
 
 
+_ERROR = 2 / np.sqrt(np.pi)
 # The derivatives of y = f(x, ...) with respect to each argument.
 _SLOPES: dict[np.ufunc, Callable[..., tuple[Any, ...]]] = {
     np.positive: lambda y, x: (1.0,),
@@ -626,4 +637,6 @@ _SLOPES: dict[np.ufunc, Callable[..., tuple[Any, ...]]] = {
     np.sinh: lambda y, x: (np.cosh(x),),
     np.cosh: lambda y, x: (np.sinh(x),),
     np.tanh: lambda y, x: (1 - y * y,),
+    special.erf: lambda y, x: (_ERROR * np.exp(-x * x),),
+    special.erfc: lambda y, x: (-_ERROR * np.exp(-x * x),),
 }

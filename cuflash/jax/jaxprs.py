@@ -439,7 +439,6 @@ _CURE = (
 _CURES = {
     "while": "write a loop of Python, which is unrolled",
     "scan": "write a loop of Python, which is unrolled",
-    "erf": "write jax.nn.gelu's form with tanh, or a series",
     "random_bits": "put random numbers into an array of mod_arrays",
 }
 
@@ -601,7 +600,7 @@ _SAME = {
     "eq": "equal", "ne": "not_equal", "shift_left": "left_shift",
     "shift_right_arithmetic": "right_shift",
     **{x: x for x in ("exp", "exp2", "expm1", "log", "log1p", "tanh", "sqrt",
-                      "sin", "cos", "floor", "ceil")},
+                      "sin", "cos", "floor", "ceil", "erf", "erfc")},
 }  # fmt: skip
 _EACH: dict[str, Callable[..., Node]] = {
     **{x: _rule(y) for x, y in _SAME.items()},

@@ -8,6 +8,7 @@ jax = pytest.importorskip("jax", reason="tests of JAX's functions")
 from jax.test_util import check_grads  # noqa: E402
 from jax_data import assert_same, inputs, normal, on_cpu  # noqa: E402
 from jax_machines import by_the_driver  # noqa: E402
+from scipy import special  # noqa: E402
 
 import cuflash.jax  # noqa: E402
 from cuflash.errors import ExpressionError, UnsupportedError  # noqa: E402
@@ -282,6 +283,12 @@ SAME = {
         lambda s, b, h, i, j: s**3 + 1 / (1 + np.exp(-s)),
         lambda s, b, h, i, j: s**3 + jax.nn.sigmoid(s),
     ),
+    "gelu": (
+        lambda s, b, h, i, j: 0.5 * s * special.erfc(-s / np.sqrt(2))
+        + special.erf(0.25 * (i - j)),
+        lambda s, b, h, i, j: jax.nn.gelu(s, approximate=False)
+        + jax.lax.erf(0.25 * (i - j)),
+    ),
     "half to even": (
         lambda s, b, h, i, j: s + np.rint((i - j) * 0.5),
         lambda s, b, h, i, j: s + jnp.round((i - j) * 0.5),
@@ -369,7 +376,7 @@ def narrow_sum(s, b, h, i, j):
 
 
 def of_scipy(s, b, h, i, j):
-    return jax.scipy.special.erf(s)
+    return jax.scipy.special.erfinv(s)
 
 
 def with_if(s, b, h, i, j):
@@ -398,7 +405,7 @@ BAD = {
     "unsigned": (unsigned, "to uint32, which wraps: convert to jnp.int32"),
     "narrow": (narrow, "to int8, which wraps: convert to jnp.int32"),
     "narrow sum": (narrow_sum, "add of int8, which wraps: convert it first"),
-    "erf": (of_scipy, "erf has no rule: write jax.nn.gelu's form"),
+    "inverse": (of_scipy, "erf_inv has no rule: write it with arithmetic"),
     "if": (with_if, "write np.where"),
 }
 
