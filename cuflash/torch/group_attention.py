@@ -63,9 +63,7 @@ def distributed_attention(
     return_lse: bool,
     **options: Unpack[SharedOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names(
-    _NAME, like=distributed.forward, without=FUNCTIONS
-)
+@foreign_names.our_names(_NAME, like=distributed.forward, without=FUNCTIONS)
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
