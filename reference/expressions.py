@@ -76,7 +76,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
-from scipy import special
 
 from .scores import quiet
 
@@ -500,19 +499,20 @@ def _apply(ufunc: np.ufunc, *inputs: Dual) -> Dual:
         return Dual(y, taken.slopes, taken.bends)
     if ufunc in _FLAT or not any(x.slopes for x in inputs):
         return Dual(y)
-    if ufunc not in _SLOPES:
+    slopes_of = _SLOPES.get(ufunc) or _SCIPYS.get(ufunc.__name__)
+    if slopes_of is None:
         raise TypeError(f"np.{ufunc.__name__} has no derivative here")
-    factors = _SLOPES[ufunc](y, *values)
+    factors = slopes_of(y, *values)
     slopes: dict[Any, np.ndarray] = {}
     for x, factor in zip(inputs, factors, strict=True):
         for seed, slope in x.slopes.items():
             term = np.where(np.equal(factor, 0), 0.0, factor * slope)
             slopes[seed] = slopes.get(seed, 0.0) + term
-    return Dual(y, slopes, _bends(ufunc, y, values, inputs, slopes))
+    return Dual(y, slopes, _bends(slopes_of, y, values, inputs, slopes))
 
 
 def _bends(
-    ufunc: np.ufunc,
+    slopes_of: Callable[..., tuple[Any, ...]],
     y: Any,
     values: list[Any],
     inputs: tuple[Dual, ...],
@@ -532,7 +532,7 @@ def _bends(
         )
         for x, dual in zip(values, inputs, strict=True)
     ]
-    factors = _SLOPES[ufunc](Dual(y, {MOTION: slopes[MOTION]}), *moving)
+    factors = slopes_of(Dual(y, {MOTION: slopes[MOTION]}), *moving)
     bends: dict[Any, np.ndarray] = {}
     for x, factor in zip(inputs, map(_dual, factors), strict=True):
         for seed in (x.slopes | x.bends).keys() - {MOTION}:
@@ -637,6 +637,9 @@ _SLOPES: dict[np.ufunc, Callable[..., tuple[Any, ...]]] = {
     np.sinh: lambda y, x: (np.cosh(x),),
     np.cosh: lambda y, x: (np.sinh(x),),
     np.tanh: lambda y, x: (1 - y * y,),
-    special.erf: lambda y, x: (_ERROR * np.exp(-x * x),),
-    special.erfc: lambda y, x: (-_ERROR * np.exp(-x * x),),
+}
+# The same of SciPy's functions, by name: NumPy has none of these.
+_SCIPYS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "erf": lambda y, x: (_ERROR * np.exp(-x * x),),
+    "erfc": lambda y, x: (-_ERROR * np.exp(-x * x),),
 }

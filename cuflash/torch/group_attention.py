@@ -16,6 +16,7 @@ from cuflash import distributed
 from cuflash.api import arrays as api_arrays
 from cuflash.api import foreign_names
 from cuflash.errors import UnsupportedError
+from cuflash.request.options import FUNCTIONS
 
 from . import request
 from .checks import check_tensors
@@ -62,7 +63,7 @@ def distributed_attention(
     return_lse: bool,
     **options: Unpack[SharedOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names(_NAME, like=distributed.forward)
+@foreign_names.our_names(_NAME, like=distributed.forward, without=FUNCTIONS)
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,7 +11,11 @@ from jax_machines import by_the_driver  # noqa: E402
 from scipy import special  # noqa: E402
 
 import cuflash.jax  # noqa: E402
-from cuflash.errors import ExpressionError, UnsupportedError  # noqa: E402
+from cuflash.errors import (  # noqa: E402
+    ExpressionError,
+    UnsupportedError,
+    ValueRangeError,
+)
 from cuflash.jax import attention  # noqa: E402
 from helpers.compare import assert_allclose  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
@@ -478,6 +482,52 @@ def test_the_second_derivative_of_sinc(x):
     got, wanted = (jax.grad(jax.grad(f))(x) for f in (ours, theirs))
     # Ten roundings of numbers below 10.
     assert_allclose(got, wanted, "got", atol=10 * 10 * 2.0**-24)
+
+
+@needs_compiler
+def test_integers_of_numpys_have_32_bits_as_jax_holds_them():
+    ids = np.array([7, 5, 6, 4])
+
+    def descends(b, h, i, j, *, ids):
+        return ids[i] >= ids[j]
+
+    given, _ = case("float32")
+    options = {"mask_mod": descends, "mod_arrays": {"ids": ids}}
+    wanted = cuflash.forward(*map(np.asarray, given.values()), **options)
+    with by_the_driver("sm_80"):
+        got = attention(*given.values(), **options)
+    # Three sums of numbers up to 10, and exp.
+    assert_allclose(got, wanted, "out", atol=30 * 10 * 2.0**-24)
+    options["mod_arrays"] = {"ids": ids + 2**40}
+    with pytest.raises(ValueRangeError, match="numbers that int32 does not"):
+        attention(*given.values(), **options)
+
+
+def test_derivatives_by_xla_of_what_graphs_alone_have():
+    """Second tangents: of erf, and of ints that are cut to 32 bits."""
+    with jax.enable_x64(True):
+        given, _ = case("float64")
+
+        def call(q, with_jax):
+            fun = jax.scipy.special if with_jax else special
+            cut = (lambda x: x) if with_jax else lambda x: x.astype(np.int32)
+
+            def score(s, b, h, i, j):
+                return fun.erf(s) - fun.erfc(0.3 * s) * cut(i * j * 3)
+
+            return attention(q, given["k"], given["v"], score_mod=score).sum()
+
+        got, wanted = (
+            jax.jvp(
+                lambda q, x=x: jax.jvp(
+                    lambda q: call(q, x), (q,), (given["q"],)
+                )[1],
+                (given["q"],), (given["q"],),
+            )[1]
+            for x in (False, True)
+        )  # fmt: skip
+        # Two ways to the same sum of 24 terms of at most 200.
+        assert_allclose(got, wanted, "got", atol=24 * 200 * 2.0**-50)
 
 
 def test_errors_of_mod_arrays():
