@@ -20,6 +20,7 @@ FOLDERS = (
     "cuflash",
     "reference",
     "docs",
+    "recipe",
     "scripts",
     "tests",
     ".ci",
