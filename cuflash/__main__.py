@@ -285,7 +285,7 @@ def info() -> int:
 def _facts() -> Iterator[tuple[str, str]]:
     yield "cuflash", __version__
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
-    for package in ("numpy", "scipy", "ml_dtypes"):
+    for package in ("numpy", "ml_dtypes"):
         yield package, _version(package)
     cupys = [f"cupy-cuda{n}x" for n in (13, 12)] + ["cupy"]
     versions = [f"{_version(c)} ({c})" for c in cupys if _version(c)]
