@@ -72,12 +72,17 @@ def no_device(error: Exception, driver: int, runtime: int) -> str:
 
 
 def _old_driver(driver: int, runtime: int, said: str) -> str:
-    has = f"supports CUDA {release(driver)}" if driver else "is too old"
+    needed = release(runtime)
+    if not driver:  # CUDA says the same if there is none
+        return (
+            "there is no NVIDIA driver, or it is too old: install one for"
+            f" CUDA {needed}, which CuPy needs ({said})"
+        )
     extra = f"cuflash[cuda{driver // 1000}]"
     other = f", or install {extra}" if driver >= 12000 else ""
     return (
-        f"the NVIDIA driver {has}, CuPy needs CUDA {release(runtime)}: update"
-        f" the driver{other} ({said})"
+        f"the NVIDIA driver supports CUDA {release(driver)}, CuPy needs CUDA"
+        f" {needed}: update the driver{other} ({said})"
     )
 
 

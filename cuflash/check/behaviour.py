@@ -75,7 +75,7 @@ def _behaved(
 ) -> Behaved:
     try:
         return Behaved(name, call, fault(*of))
-    except (CuflashError, RuntimeError) as error:
+    except (CuflashError, RuntimeError, MemoryError) as error:
         return Behaved(name, call, f"{type(error).__name__}: {error}")
 
 

@@ -162,11 +162,12 @@ def _many_queries(
                 ("causal",) if i % 2 else (), family,
             )  # fmt: skip
     for some in options.SETS[:2] if few else options.SETS:
+        batch = 1 if options.PACKED in some else 2
         for values, sizes in zip(
             VALUES, ((65, 129), (128, 200)), strict=False
         ):
             yield Call(
-                "backward", dtype, Shape(2, *sizes, 4, 2), values, some,
+                "backward", dtype, Shape(batch, *sizes, 4, 2), values, some,
                 family,
             )  # fmt: skip
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from cuflash import diagnosis
-from cuflash.api.arrays import on_cuda
+from cuflash import diagnosis, folders
 from cuflash.build import cache, nvrtc, warmup
 from cuflash.check import (
     behaviour,
@@ -28,6 +29,8 @@ from cuflash.check.gpu import Gpu
 from cuflash.check.places import Cpu
 from cuflash.check.report import NOT_CHECKED, RIGHT, WRONG, Line, Report
 from cuflash.errors import CuflashError, UnsupportedError
+
+NEEDED_BYTES = 128 << 20  # on the disk of the cache folder
 
 
 class Progress:
@@ -137,6 +140,7 @@ def _gpus(device: int | None, found: Report) -> list[Gpu]:
     _note(found, diagnosis.two_cupys())
     try:
         cache.require_folder()
+        _note(found, _full(folders.cache_folder()))
     except CuflashError as error:
         _note(found, str(error))
     has_driver = warmup.may_have_driver()
@@ -156,28 +160,43 @@ def _gpus(device: int | None, found: Report) -> list[Gpu]:
     return []
 
 
+def _full(folder: Path) -> str:
+    """What to do if the disk has no room for compiled kernels, or ''."""
+    free = shutil.disk_usage(folder).free
+    if free > NEEDED_BYTES:
+        return ""
+    return (
+        f"only {free >> 20} MiB are free in {folder}, compiled kernels need"
+        f" up to {NEEDED_BYTES >> 20} MiB: {folders.ADVICE} with free space"
+    )
+
+
 def _note(found: Report, note: str) -> None:
     if note:
         found.notes.append(note)
 
 
 def _in_order(device: int | None, names: list[str]) -> list[Gpu]:
-    """The asked one first; others that are supported."""
-    first = device or 0
-    if first not in range(len(names)):
-        known = ", ".join(f"{i} ({x})" for i, x in enumerate(names))
-        raise UnsupportedError(f"--device is {first}, expected one of {known}")
-    on_cuda()
-    gpus = [Gpu(first)]
-    gpus[0].device()
-    for index in range(len(names)):
-        if index != first:
-            gpu = Gpu(index)
-            try:
-                gpu.device()
-            except UnsupportedError:
-                continue
+    """The one that was asked for, then others that are supported."""
+    known = ", ".join(f"{i} ({x})" for i, x in enumerate(names))
+    if device is not None and device not in range(len(names)):
+        raise UnsupportedError(
+            f"--device is {device}, expected one of {known}"
+        )
+    gpus, reasons = [], []
+    for index in sorted(range(len(names)), key=lambda x: x != device):
+        gpu = Gpu(index)
+        try:
+            gpu.device()
+        except UnsupportedError as error:
+            reasons.append(str(error))
+            if index == device:
+                break
+        else:
             gpus.append(gpu)
+    if not gpus:
+        reasons = [*dict.fromkeys(reasons), f"GPUs here: {known}"]
+        raise UnsupportedError("; ".join(reasons))
     return gpus
 
 
@@ -250,7 +269,7 @@ def _compare(call: Call, place: run.Place) -> tuple[float, str]:
     wanted = expected(call)
     try:
         got = run.run(call, place)
-    except (CuflashError, RuntimeError) as error:
+    except (CuflashError, RuntimeError, MemoryError) as error:
         if isinstance(place, Gpu) and place.is_lost(error):
             raise Stopped(
                 f"{call} ended the GPU's context: {error}"
@@ -272,4 +291,6 @@ def _time(
         try:
             line.speeds = speed.speeds(call, gpu)
         except (CuflashError, RuntimeError, MemoryError) as error:
-            found.faults.append(f"{line.family} {line.kind}: {error}")
+            found.faults.append(f"timing {line.family} {line.kind}: {error}")
+            if not isinstance(error, MemoryError):
+                found.status = WRONG

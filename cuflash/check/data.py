@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cuflash.check import options
 from cuflash.check.calls import Call, Shape
 
 NUMPY = {
@@ -39,6 +40,8 @@ def inputs(call: Call) -> dict[str, np.ndarray]:
         for name in "qkv":
             shape = arrays[name].shape
             arrays[f"{name}_dot"] = random.standard_normal(shape)
+    if options.PACKED in call.options:
+        arrays = {x: y[0] for x, y in arrays.items()}
     return {x: y.astype(NUMPY[call.dtype]) for x, y in arrays.items()}
 
 

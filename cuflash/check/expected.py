@@ -93,6 +93,15 @@ def _forward(call: Call) -> Results:
 
 def _backward(call: Call) -> Results:
     arrays, given = _wide(call)
+    if options.PACKED in call.options:
+        return _packed(call, arrays, given)
+    return _gradients(call, arrays, given)
+
+
+def _gradients(
+    call: Call, arrays: Mapping[str, Any], given: Mapping[str, Any]
+) -> Results:
+    """The results of forward and backward of one array of sequences."""
     q, k, v, dout = (arrays[x] for x in ("q", "k", "v", "dout"))
     out, lse = forward(q, k, v, return_lse=True, **given)
     asked = options.gradients(given)
@@ -115,6 +124,34 @@ def _backward(call: Call) -> Results:
         return most
 
     return _pairs(wants, _both(call, bound))
+
+
+def _packed(
+    call: Call, arrays: Mapping[str, Any], given: Mapping[str, Any]
+) -> Results:
+    """As of each sequence alone."""
+    alone = options.of_a_sequence(given)
+    ends = {
+        "q": options.offsets(call.shape.seqlen_q),
+        "k": options.offsets(call.shape.seqlen_k),
+    }
+    like = {"q": "q", "dout": "q", "k": "k", "v": "k"}
+    parts = []
+    for i in range(len(ends["q"]) - 1):
+        tokens = {x: slice(y[i], y[i + 1]) for x, y in ends.items()}
+        if tokens["q"].start == tokens["q"].stop:
+            continue
+        one = {x: arrays[x][None, tokens[y]] for x, y in like.items()}
+        parts.append(_gradients(call, one, alone))
+    return {
+        name: Expected(*(
+            np.concatenate([part[name][j][0] for part in parts], axis)
+            for j in range(2)
+        ))
+        for name, axis in {
+            "out": 0, "lse": 1, "dq": 0, "dk": 0, "dv": 0
+        }.items()
+    }  # fmt: skip
 
 
 def _of_dbias(x: Any, y: Any, arithmetic: Arithmetic) -> Any:

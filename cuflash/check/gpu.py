@@ -101,7 +101,9 @@ class Gpu:
                 results = run.launch(call, arrays, given)
                 graph = stream.end_capture()
                 for name, array in arrays.items():
-                    array[...] = others[name]
+                    array.data.copy_from_device_async(
+                        others[name].data, array.nbytes, stream
+                    )
                 for result in results.values():
                     result.data.memset_async(0xFF, result.nbytes, stream)
                 graph.launch(stream)
@@ -157,12 +159,6 @@ class Gpu:
             attributes = self.cupy.cuda.Device(self.index).attributes
             kilohertz = attributes.get("ClockRate")
         return 1e3 * kilohertz if kilohertz else None
-
-    def free_bytes(self) -> int:
-        """Memory that no one has."""
-        with self.current():
-            free, _ = self.cupy.cuda.runtime.memGetInfo()
-        return int(free)
 
 
 def other_values(call: Call) -> Call:

@@ -16,7 +16,7 @@ from cuflash.build import nvrtc
 from cuflash.errors import CuflashError
 
 _CHECKOUT = Path(__file__).parents[2]
-_PACKAGES = "numpy", "scipy", "ml_dtypes"
+_PACKAGES = "numpy", "ml_dtypes"
 
 
 def versions() -> Iterator[tuple[str, str]]:

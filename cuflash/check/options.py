@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cuflash.check.calls import Shape
 
 DROPOUT, CAP = 0.25, 4.0
+PACKED = "packed"  # arrays have no axis of batch
 TABLE_WIDTH = 17
 
 
@@ -62,6 +63,16 @@ def _expression(s: Shape, dtype: Any) -> dict[str, Any]:
     return {**found, "mod_arrays": {"table": table}}
 
 
+def offsets(tokens: int) -> np.ndarray:
+    """Of packed sequences: of one token, of none, of many."""
+    return np.array([0, 1, 1, tokens // 3, tokens], np.int32)
+
+
+def _packed(s: Shape, dtype: Any) -> dict[str, Any]:
+    of_q, of_k = map(offsets, (s.seqlen_q, s.seqlen_k))
+    return {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+
+
 MAKERS: dict[str, Callable[[Shape, Any], dict[str, Any]]] = {
     "causal": lambda s, dtype: {"causal": True},
     "window": lambda s, dtype: {"window": (40, 10)},
@@ -73,6 +84,7 @@ MAKERS: dict[str, Callable[[Shape, Any], dict[str, Any]]] = {
     "segments": _segments,
     "dropout": lambda s, dtype: {"dropout": DROPOUT, "seed": 58},
     "expression": _expression,
+    PACKED: _packed,
 }
 
 # Each option once, in few kernels.
@@ -82,6 +94,7 @@ SETS = (
     ("causal", "softcap", "bias"),
     ("mask", "dropout"),
     ("segments",),
+    ("causal", PACKED),
 )
 SETS_OF_CACHES = (("window", "slopes"), ("softcap",), ("expression",))
 
@@ -137,6 +150,11 @@ def slope(given: Mapping[str, Any], products: Any) -> tuple[Any, float | None]:
         return 1.0, None
     cap = given["softcap"]
     return 1 - np.tanh(products / cap) ** 2, cap
+
+
+def of_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of one of the packed sequences."""
+    return {x: y for x, y in given.items() if not x.startswith("cu_seqlens")}
 
 
 def without_dropout(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def measured(
     call: Call, direction: str, s: Shape, device: Device
 ) -> tuple[float | None, str]:
     """TFLOP/s of the tile tables' nearest entry, and its GPU."""
-    near: list[tuple[tuple[bool, float], float, str]] = []
+    near: list[tuple[tuple[bool, bool, float], float, str]] = []
+    width = data.NUMPY[call.dtype].itemsize
     for folder in (folders.tile_tables(), tiles.TABLES):
         for x in tiles.entries(folder):
             is_alike = (x.arch, x.family, x.direction, x.head_dim) == (
@@ -144,12 +145,13 @@ def measured(
             )  # fmt: skip
             if not (is_alike and x.measured) or x.causal or x.option:
                 continue
-            if x.dtype not in (None, call.dtype):
+            if x.dtype and data.NUMPY[x.dtype].itemsize != width:
                 continue
             where = str(x.measured.get("device", ""))
             far = abs(np.log2((x.seqlen or s.seqlen_k) / s.seqlen_k))
             speed = float(x.measured.get("tflops", 0))
-            near.append(((where != device.name, float(far)), speed, where))
+            other = where != device.name, x.dtype != call.dtype
+            near.append(((*other, float(far)), speed, where))
     if not near:
         return None, ""
     _, speed, where = min(near)

@@ -82,8 +82,9 @@ def test_each_option_has_values_in_which_it_counts():
     """Without it, results are past the bounds."""
     for name in options.MAKERS:
         call = replace(call_of("float32", "coded"), options=(name,))
-        plain = replace(call, options=())
-        got = run(plain, CPU)
+        got = run(replace(call, options=()), CPU)
+        if name == options.PACKED:  # arrays without an axis of batch
+            got = {x: y[0] for x, y in got.items()}
         assert past(call, got), name
 
 

@@ -100,6 +100,49 @@ def test_a_cache_that_cannot_be_written_is_noted(
     assert "compiled kernels cannot be kept in" in " ".join(said.split())
 
 
+def test_a_disk_without_room_is_noted(no_gpu, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    usage = SimpleNamespace(free=5 << 20)
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage)
+    words = " ".join(check(capsys, "--quick")[1].split())
+    assert "only 5 MiB are free in" in words and "CUPY_CACHE_DIR" in words
+
+
+# Which GPU -------------------------------------------------------------------
+
+
+class OfCapability:
+    """GPU 0 is too old."""
+
+    def __init__(self, index):
+        self.index = index
+
+    def device(self):
+        if self.index == 0:
+            raise UnsupportedError("CUDA device 0 has compute capability 7.0")
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "order"),
+    [("ab", None, [1]), ("abc", 2, [2, 1]), ("ab", 1, [1])],
+)
+def test_a_gpu_that_is_too_old_is_left_out(monkeypatch, names, device, order):
+    monkeypatch.setattr(command, "Gpu", OfCapability)
+    found = command._in_order(device, [*names])
+    assert [x.index for x in found] == order
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [(None, "7.0; GPUs here: 0 .Tesla V100."), (0, "7.0; GPUs here"),
+     (3, "--device is 3, expected one of 0 .Tesla V100.")],
+)  # fmt: skip
+def test_no_gpu_that_is_supported(monkeypatch, device, said):
+    monkeypatch.setattr(command, "Gpu", OfCapability)
+    with pytest.raises(UnsupportedError, match=said):
+        command._in_order(device, ["Tesla V100"])
+
+
 # A GPU -----------------------------------------------------------------------
 
 

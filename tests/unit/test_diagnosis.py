@@ -60,18 +60,19 @@ def test_two_cupys_are_why_it_cannot_be_imported(two_cupys):
 @pytest.mark.parametrize(
     ("driver", "said"),
     [
-        (12040, "supports CUDA 12.4, CuPy needs CUDA 13.0: update the driver,"
-                " or install cuflash[cuda12] ("),
-        (11080, "supports CUDA 11.8, CuPy needs CUDA 13.0: update the driver"
-                " ("),
-        (0, "is too old, CuPy needs CUDA 13.0: update the driver ("),
+        (12040, "the NVIDIA driver supports CUDA 12.4, CuPy needs CUDA 13.0:"
+                " update the driver, or install cuflash[cuda12]"),
+        (11080, "the NVIDIA driver supports CUDA 11.8, CuPy needs CUDA 13.0:"
+                " update the driver"),
+        (0, "there is no NVIDIA driver, or it is too old: install one for"
+            " CUDA 13.0, which CuPy needs"),
     ],
 )  # fmt: skip
 def test_a_driver_older_than_the_toolkit(monkeypatch, driver, said):
     fake_cupy(monkeypatch, driver=driver, error=OLD)
     with pytest.raises(UnsupportedError) as caught:
         warmup.gpus()
-    assert str(caught.value) == f"the NVIDIA driver {said}{OLD})"
+    assert str(caught.value) == f"{said} ({OLD})"
 
 
 def test_gpus_that_are_hidden(monkeypatch):

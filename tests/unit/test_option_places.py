@@ -123,8 +123,9 @@ PLACES = {
     # The check that users run.
     "check/options": (
         "a value of each, what they add to bounds",
-        "alibi_slopes bias dropout mask mask_mod mod_arrays score_mod seed"
-        " segment_ids_k segment_ids_q sink softcap window",
+        "alibi_slopes bias cu_seqlens cu_seqlens_k cu_seqlens_q dropout mask"
+        " mask_mod mod_arrays score_mod seed segment_ids_k segment_ids_q sink"
+        " softcap window",
     ),
     "check/exact": ("the other term of a row", "sink"),
     "check/expected": ("the bound of its gradient", "sink"),
