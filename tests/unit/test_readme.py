@@ -174,7 +174,7 @@ def api_options():
 def test_extras_exist():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
-    named = re.findall(r"'\.\[([\w,]+)\]'", README)
+    named = re.findall(r"'(?:\.|cuflash)\[([\w,]+)\]'", README)
     assert named
     extras = set(config["options.extras_require"])
     assert {e for names in named for e in names.split(",")} <= extras
