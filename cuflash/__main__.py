@@ -373,5 +373,17 @@ def _end(status: int) -> None:
     sys.exit(status)
 
 
+def _run() -> int:
+    """Run the command; a reader that has left, as `head` does, is no fault."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
 if __name__ == "__main__":
-    _end(main())
+    _end(_run())

@@ -204,6 +204,19 @@ def test_info_without_a_cache_folder(capsys, monkeypatch, tmp_path):
     assert "CUFLASH_LOG" in said
 
 
+def test_a_reader_that_leaves_early_is_no_fault():
+    """As in `python -m cuflash info | head -1`."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "cuflash", "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as stopped:
         __main__.main(["--version"])
