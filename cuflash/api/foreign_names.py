@@ -86,6 +86,13 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "implementation": (
         (_NONE, "the arrays' device decides which code runs"),
     ),
+    "stream": (
+        (
+            _NONE,
+            "a call runs on the current stream: write 'with stream:' around "
+            "it, or torch.cuda.stream(stream) for cuflash.torch",
+        ),
+    ),
     "op": ((_NONE, "the kernel is chosen by dtype and device"),),
     "output_dtype": ((_NONE, "out has the dtype of q"),),
     "out_b": (("more", "without a name: out_a, lse_a, out_b, lse_b, ..."),),

@@ -164,7 +164,8 @@ def _on_stream_of(tensor: torch.Tensor) -> Iterator[None]:
         yield
         return
     cuda = api_arrays.on_cuda().cupy.cuda
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    index = tensor.device.index
-    with cuda.Device(index), cuda.ExternalStream(stream, index):
-        yield
+    stream = torch.cuda.current_stream(tensor.device)
+    # The stream takes the device that is current.
+    with cuda.Device(tensor.device.index):
+        with cuda.Stream.from_external(stream):
+            yield
