@@ -32,7 +32,7 @@ MADE = {
     "reference": "algorithm/index.md",
     "reference/__init__.py": "algorithm/sources.rst",
 }
-COPIED = {".png", ".json", ".py", ".css", ".rst", ".svg"}
+COPIED = {".png", ".json", ".py", ".css", ".rst", ".svg", ".ipynb"}
 
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
