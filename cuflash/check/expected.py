@@ -159,7 +159,7 @@ def _of_dbias(x: Any, y: Any, arithmetic: Arithmetic) -> Any:
     u, h = arithmetic.unit, arithmetic.stored
     z = getattr(x, "z", 1.0)
     ds = x.p * x.part
-    error = (y.eta + 5 * u + h) * np.abs(ds)
+    error = (y.eta + 5 * u + 2 * h) * np.abs(ds)
     error = error + x.p * (y.dp * z + y.delta) + arithmetic.floor * (x.p > 0)
     count = ds.shape[0] * ds.shape[2]
     error = error + count * u * np.abs(ds)
