@@ -4,10 +4,10 @@ They hold for every input, to first order, element by element. Arrays are
 (batch, heads, rows, columns), with as many key heads as query heads. Names are
 those of the page: weight (epsilon), row (E), sums (nu), eta, dp (pi), delta.
 
-16-bit types: what tensor cores multiply is rounded to the dtype once: P and dS,
-which may be made of the rounded P. So are the results. Sums are float32, whose
-worst error of n terms is no more than n u though tensor cores truncate ("Long
-sums of 16-bit products").
+16-bit types: what tensor cores multiply is rounded to the dtype once: P and
+dS, which may be made of the rounded P. So are the results. Sums are float32,
+whose worst error of n terms is no more than n u though tensor cores truncate
+("Long sums of 16-bit products").
 """
 
 from __future__ import annotations
