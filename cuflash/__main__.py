@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -78,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             help="kernels compiled at a time (default: the number of CPUs)",
         )
     options = parser.parse_args(arguments)
+    _print_anything()
     try:
         if options.command == "info":
             return info()
@@ -97,6 +99,15 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cuflash: stopped", file=sys.stderr)
         return STOPPED
+
+
+def _print_anything() -> None:
+    """Escape what the output's encoding lacks, such as a folder's name.
+
+    Windows gives a pipe and a file the encoding of its code page.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _kernels(device: Device) -> list[KernelPlan]:
@@ -316,6 +327,7 @@ def _emulator() -> str:
     from cuflash.backends.emulator import runtime
 
     try:
+        runtime.check_system()
         return f"compiles with {' '.join(runtime.host_compiler())}"
     except CuflashError as error:
         return str(error)

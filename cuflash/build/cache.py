@@ -12,7 +12,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -156,14 +158,31 @@ def _build(path: Path, build: Callable[[Path], None]) -> None:
     made, digest = path.with_suffix(".new"), path.with_suffix(".new_sha256")
     try:
         build(made)
-        digest.write_text(_digest(made))
+        digest.write_text(_digest(made), encoding="ascii")
         # The file and the digest do not match until both are replaced.
-        os.replace(digest, _digest_file(path))
-        os.replace(made, path)
+        _replace(digest, _digest_file(path))
+        _replace(made, path)
     finally:
         with contextlib.suppress(OSError):
             made.unlink(missing_ok=True)
             digest.unlink(missing_ok=True)
+
+
+_TRIES, _PAUSE = 50, 0.02  # seconds between
+
+
+def _replace(made: Path, path: Path) -> None:
+    """os.replace, which Windows refuses while either file is open.
+
+    A process that compares the digest, or a virus scanner, opens it briefly.
+    """
+    for _ in range(_TRIES if sys.platform == "win32" else 0):
+        try:
+            os.replace(made, path)
+            return
+        except PermissionError:
+            time.sleep(_PAUSE)
+    os.replace(made, path)
 
 
 def _is_whole(path: Path) -> bool:
@@ -175,7 +194,8 @@ def _is_whole(path: Path) -> bool:
             found.st_mtime_ns,
         )  # fmt: skip
         if key not in _checked:
-            if _digest_file(path).read_text() != _digest(path):
+            digest = _digest_file(path).read_text(encoding="ascii")
+            if digest != _digest(path):
                 return False
             _checked.add(key)
     except (OSError, UnicodeDecodeError):

@@ -119,7 +119,7 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()  # loads the library
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, OSError) as error:  # OSError: a DLL
         raise CompileError(
             "NVRTC, which compiles the kernels, was not found; install"
             " cuflash[cuda13] or cuflash[cuda12], whichever matches the"

@@ -129,6 +129,8 @@ def _start_child() -> subprocess.Popen | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # A program without a console would get one, on Windows.
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
     except OSError:  # no process: kernels are compiled on first use
         return None

@@ -10,6 +10,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import math
 import os
 import sys
 import threading
@@ -30,6 +31,7 @@ from cuflash.expressions.functions import (
     converted,
 )
 from cuflash.expressions.nodes import INDICES, LENGTHS, SCORE, Kind, Node
+from cuflash.expressions.ranges import fits_int32
 from cuflash.expressions.remember import Same, fingerprint
 
 # A graph of more nodes is a loop that its author did not mean to unroll.
@@ -200,7 +202,7 @@ class Symbol:
 
     def astype(self, dtype: Any, *_: Any, **__: Any) -> Symbol:
         """The value as a bool, an int (truncated) or a real."""
-        return Symbol(_as_kind(self.node, _kind_of_dtype(dtype)))
+        return Symbol(_as_dtype(self.node, dtype))
 
     def to(self, *args: Any, **named: Any) -> Symbol:
         """As `astype`; a device changes nothing."""
@@ -214,8 +216,8 @@ class Symbol:
         return self
 
     def int(self) -> Symbol:
-        """As ``astype(int)``."""
-        return Symbol(_as_kind(self.node, "int"))
+        """PyTorch's: as ``astype(numpy.int32)``."""
+        return self.astype("int32")
 
     def float(self) -> Symbol:
         """As ``astype(float)``."""
@@ -234,18 +236,18 @@ class Symbol:
         return _called("~", "invert", (self,))
 
     def __floor__(self) -> Symbol:
-        return _called("math.floor", "floor", (self,)).int()
+        return _called("math.floor", "floor", (self,)).astype(int)
 
     def __ceil__(self) -> Symbol:
-        return _called("math.ceil", "ceil", (self,)).int()
+        return _called("math.ceil", "ceil", (self,)).astype(int)
 
     def __trunc__(self) -> Symbol:
-        return self.int()
+        return self.astype(int)
 
     def __round__(self, digits: Any = None) -> Symbol:
         if digits is not None:
             refuse("round() to digits", "write np.rint(x * 100) / 100")
-        return _called("round", "rint", (self,)).int()
+        return _called("round", "rint", (self,)).astype(int)
 
     # PyTorch's methods.
 
@@ -283,8 +285,8 @@ class Symbol:
 
     def _new(self, value: Any, named: Mapping[str, Any]) -> Symbol:
         dtype = named.get("dtype")
-        kind = self.node.kind if dtype is None else _kind_of_dtype(dtype)
-        return Symbol(_as_kind(node_of(value, "a new value"), kind))
+        dtype = self.dtype if dtype is None else dtype
+        return Symbol(_as_dtype(node_of(value, "a new value"), dtype))
 
 
 def _operator(symbol: str, name: str) -> tuple[Any, Any]:
@@ -441,20 +443,39 @@ def node_of(value: Any, what: str) -> Node:
     )
 
 
-def _kind_of_dtype(dtype: Any) -> Kind:
-    name = str(dtype).rpartition(".")[2]
-    if dtype in (int, float, bool):
-        name = dtype.__name__
-    else:
-        try:
-            name = np.dtype(name if "." in str(dtype) else dtype).name
-        except TypeError:
-            name = "float" if "float" in name else name
+def _name_of_dtype(dtype: Any) -> str:
+    """NumPy's name of a dtype, which may be Python's, PyTorch's or JAX's."""
+    own = str(dtype).rpartition(".")[2]
+    for given in (dtype, own):
+        with contextlib.suppress(TypeError):
+            return np.dtype(given).name
+    return "float" if "float" in own else own
+
+
+def _as_dtype(node: Node, dtype: Any) -> Node:
+    """A node as a dtype's kind, if its values are the same there.
+
+    Ints have 64 bits, so those of fewer would not wrap as they do elsewhere.
+    Indices of PyTorch and JAX have 32: what 32 bits do not hold is wrapped,
+    and not what follows.
+    """
+    name = _name_of_dtype(dtype)
     if name.startswith(("complex", "object", "str", "datetime")):
         refuse(f"a conversion to {name}", "write x.astype(int) or float")
     if name.startswith("bool"):
-        return "bool"
-    return "int" if name.startswith(("int", "uint", "long")) else "real"
+        return _as_kind(node, "bool")
+    if not name.startswith(("int", "uint", "long")):
+        return _as_kind(node, "real")
+    if name.startswith("uint") or name in ("int8", "int16"):
+        refuse(
+            f"a conversion to {name}, which wraps, where ints have 64 bits",
+            "write x.astype(int), and x % 256 or the like to wrap",
+        )
+    whole = _as_kind(node, "int")
+    if name == "int32" and node.kind == "int" and not fits_int32(whole):
+        bits = nodes.constant(32)
+        whole = apply("right_shift", apply("left_shift", whole, bits), bits)
+    return whole
 
 
 def _is_device(value: Any) -> bool:
@@ -538,7 +559,7 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
         refuse(
             f"{words} cannot be recorded",
             "expressions know +, -, *, /, //, %, **, comparisons, &, |, ~,"
-            " << and >>, and of NumPy's functions "
+            " << and >>, and of NumPy's and SciPy's functions "
             + ", ".join(sorted({x.name for x in BY_UFUNC.values()} - _OURS)),
         )
     row = BY_UFUNC[name]
@@ -583,6 +604,21 @@ def _composed(name: str, x: Node) -> Node:
     return apply("add", half, apply("multiply", half, tanh))
 
 
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    """PyTorch's: x / 2 erfc(-x / sqrt(2)), or the same by tanh."""
+    half = 0.5 * x
+    if approximate == "none":
+        operand = (-math.sqrt(0.5) * x,)
+        return half * _called("torch.gelu", "erfc", operand)
+    if approximate != "tanh":
+        refuse(
+            f"torch.gelu with approximate={approximate!r}",
+            'write approximate="none" or "tanh"',
+        )
+    operand = (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x),)
+    return half + half * _called("torch.gelu", "tanh", operand)
+
+
 def _power(words: str, x: Node, exponent: Node) -> Node:
     """A power; by a small whole constant, products."""
     small = exponent.is_constant and exponent.value in (0, 1, 2, 3, 4)
@@ -606,6 +642,8 @@ def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
     name = words.rpartition(".")[2].strip("_")
     if name in ("clip", "clamp") and keywords.keys() <= _BOUNDS.keys():
         return _clip(*args, **{_BOUNDS[x]: y for x, y in keywords.items()})
+    if name == "gelu" and keywords.keys() <= {"approximate"}:
+        return _gelu(*args, **keywords)
     if keywords:
         refuse(
             f"{words} with {', '.join(keywords)} cannot be recorded",
@@ -648,8 +686,8 @@ def _method(name: str, x: Symbol, *args: Any, **keywords: Any) -> Symbol:
 
 
 _CONVERSIONS = {
-    "bool": "bool", "long": "int", "short": "int", "double": "float",
-    "half": "float", "bfloat16": "float",
+    "bool": "bool", "long": "int", "short": "int16", "char": "int8",
+    "byte": "uint8", "double": "float", "half": "float", "bfloat16": "float",
 }  # fmt: skip
 _FUNCTIONS_AS_METHODS = frozenset(
     (

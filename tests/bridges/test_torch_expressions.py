@@ -5,6 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of torch's functions")
 
+from torch.nn.functional import gelu  # noqa: E402
+
 import cuflash  # noqa: E402
 from cuflash.errors import ExpressionError  # noqa: E402
 from helpers.compare import assert_allclose  # noqa: E402
@@ -30,6 +32,10 @@ FUNCTIONS = {
     "exp": lambda d, i, j: torch.exp(d / 9) + torch.exp2(d / 9),
     "log": lambda d, i, j: torch.log1p(abs(d)) + torch.log(j + 1.0),
     "tanh": lambda d, i, j: torch.tanh(d) + torch.sigmoid(d),
+    "erf": lambda d, i, j: torch.erf(d) + torch.special.erfc(d / 9) + d.erf(),
+    "gelu": lambda d, i, j: (
+        gelu(d) + gelu(d, approximate="none") - gelu(d, approximate="tanh")
+    ),
     "sqrt": lambda d, i, j: torch.sqrt(abs(d)) + torch.rsqrt(j + 1.0),
     "sin": lambda d, i, j: torch.sin(d) + torch.cos(d),
     "floor": lambda d, i, j: torch.floor(d / 2) + torch.ceil(d / 3),
@@ -82,7 +88,7 @@ REFUSED = {
         lambda s, b, h, i, j: s + torch.zeros(9)[j], "pass it by mod_arrays",
     ),
     "unknown": (
-        lambda s, b, h, i, j: torch.erf(s), "of NumPy's functions absolute",
+        lambda s, b, h, i, j: torch.erfinv(s), "of NumPy's and SciPy's",
     ),
 }  # fmt: skip
 

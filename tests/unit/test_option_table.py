@@ -16,7 +16,8 @@ from cuflash.request import options
 from cuflash.request.problem import Problem
 from helpers.kernels import ASKED, small_problem
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+GUIDE = Path(__file__).parents[2] / "docs/guide"
+PAGE = (GUIDE / "options.md").read_text(encoding="utf-8")
 NAMES = [option.name for option in options.TABLE]
 of_each_option = pytest.mark.parametrize("option", options.TABLE, ids=NAMES)
 HOPPER = device_of_arch("sm_90a")
@@ -117,10 +118,10 @@ def test_docstrings_describe_the_arrays(option):
 
 
 @of_each_option
-def test_the_readme_lists_what_excludes_it(option):
+def test_the_page_lists_what_excludes_it(option):
     if option.of_gradients or not option.flag or option.traced:
         return
-    table = README.split("<!-- options:")[1].split("\n\n")[1]
+    table = PAGE.split("<!-- options:")[1].split("\n\n")[1]
     (row,) = (x for x in table.splitlines() if f"`{option.name}`" in x)
     assert ("| bias, mask or segment" in row) == any(
         option.name in other.not_with for other in options.TABLE
