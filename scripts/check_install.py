@@ -119,7 +119,7 @@ def check(folder: Path, dist: Path | None) -> None:
     run(python, "-c", CLASSIFIERS, wheel)
 
     step("install the wheel and use it")
-    use_wheel(wheel, folder / "alone")
+    use_wheel(wheel, folder / "alone", "--quick")
     python = make_venv(folder / "uses", f"{wheel}[test,scripts]", "mypy")
     run(python, "-c", USE, cwd=elsewhere)
     run(python, "-m", "cuflash", "--version", cwd=elsewhere)
