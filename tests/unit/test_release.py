@@ -105,3 +105,21 @@ def test_the_recipe_is_built_from_the_sdist_at_hand(tmp_path):
     text = check_recipe.of_file(RECIPE, tmp_path / "x.tar.gz", "ab12")
     assert f"\n  url: {(tmp_path / 'x.tar.gz').as_uri()}\n" in text
     assert '\n  sha256: "ab12"\n' in text and "0" * 64 not in text
+
+
+WORKFLOW = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+
+
+def test_the_workflow_runs_scripts_that_are_there():
+    named = re.findall(r"python (scripts/\w+\.py)", WORKFLOW)
+    assert len(named) == 4
+    assert all((ROOT / name).is_file() for name in named)
+
+
+def test_only_the_last_job_may_publish():
+    """It alone gets a token, on a tag, after all others passed."""
+    before, _, last = WORKFLOW.partition("\n  publish:\n")
+    assert "id-token" not in before and "id-token: write" in last
+    assert "needs: [build, use, recipe]" in last
+    assert "if: github.ref_type == 'tag'" in last
+    assert "checkout" not in last
