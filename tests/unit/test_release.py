@@ -116,10 +116,12 @@ def test_the_workflow_runs_scripts_that_are_there():
     assert all((ROOT / name).is_file() for name in named)
 
 
-def test_only_the_last_job_may_publish():
-    """It alone gets a token, on a tag, after all others passed."""
-    before, _, last = WORKFLOW.partition("\n  publish:\n")
-    assert "id-token" not in before and "id-token: write" in last
-    assert "needs: [build, use, recipe]" in last
-    assert "if: github.ref_type == 'tag'" in last
-    assert "checkout" not in last
+def test_rights_are_given_on_a_tag_after_all_else_passed():
+    before, _, publish = WORKFLOW.partition("\n  publish:\n")
+    publish, _, attach = publish.partition("\n  attach:\n")
+    assert ": write" not in before
+    assert "id-token: write" in publish
+    assert "needs: [build, use, recipe]" in publish
+    assert "if: github.ref_type == 'tag'" in publish
+    assert "needs: publish" in attach
+    assert "checkout" not in publish + attach
