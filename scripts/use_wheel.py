@@ -3,7 +3,8 @@
     python scripts/use_wheel.py dist/cuflash-0.1.0-py3-none-any.whl
 
 The environment has the Python that runs this, and nothing but the wheel and
-what it requires. README's examples run there, in an empty folder.
+what it requires. README's examples and `python -m cuflash check` run there, in
+an empty folder.
 """
 
 from __future__ import annotations
