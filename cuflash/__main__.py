@@ -27,7 +27,7 @@ from cuflash.plans.plan import (
 from cuflash.plans.record import must_not_spill
 from cuflash.request.problem import DType, Problem
 
-ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
+ARCHS = "sm_75,sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
 DTYPES: tuple[DType, ...] = get_args(DType)
 STOPPED = 130  # the exit status after Ctrl-C: 128 + SIGINT
 

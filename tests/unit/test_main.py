@@ -35,7 +35,7 @@ def report_of(kernel, **numbers):
     return nvrtc.Report(**{**of_all, **numbers})
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
 def test_every_default_plan_compiles_without_spills(arch, capsys):
     status = __main__.main(["compile", "--arch", arch])
     printed = capsys.readouterr().out
@@ -43,7 +43,7 @@ def test_every_default_plan_compiles_without_spills(arch, capsys):
     assert " 0 failed" in printed and "forward_" in printed
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
 def test_no_two_default_kernels_print_alike(arch):
     found = __main__._kernels(device_of_arch(arch))
     assert len({__main__._describe(k) for k in found}) == len(found)
