@@ -213,8 +213,8 @@ def _device_of_arch(arch: str) -> Device:
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
     if not _kernels(device):
         raise UnsupportedError(
-            f"--arch got {arch!r}, expected sm_80 or newer: the default"
-            " plans are for float16 and bfloat16"
+            f"--arch got {arch!r}, expected sm_75 or newer, which have"
+            " default plans"
         )
     return device
 

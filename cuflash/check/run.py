@@ -102,8 +102,7 @@ def _backward(call: Call, a: Any, given: Any) -> dict[str, Any]:
         dq=a["dq"], dk=a["dk"], dv=a["dv"],
         deterministic=call.deterministic, **given, **asked,
     )  # fmt: skip
-    names = ("dq", "dk", "dv", *(x.removeprefix("return_") for x in asked))
-    return found | dict(zip(names, gradients, strict=True))
+    return found | options.by_name(asked, gradients)
 
 
 _MOVED = "q", "k", "v", "q_dot", "k_dot", "v_dot"

@@ -48,8 +48,13 @@ def pays(problem: Problem, device: Device) -> bool:
     decode/forward.cu and sm80 have the 16-bit types with other heads.
     """
     widest = max(problem.head_dim, problem.head_dim_v)
+    by_tensor_cores = (
+        element_bytes(problem) == 2
+        and widest <= MAX_OF_TENSOR_CORES
+        and device.multiplies(problem.dtype)
+    )
     return (
-        (element_bytes(problem) > 2 or widest > MAX_OF_TENSOR_CORES)
+        not by_tensor_cores
         and is_short(problem)
         and rows_of_head(problem) <= _MOST_ROWS
     )
@@ -166,8 +171,7 @@ def _decode_blocks_per_sm(
     # 32 more: loads are moved ahead where there is room for them.
     registers = min(round_up(kept + _others(problem) + 32, 8), 255)
     by_registers = 65536 // (tile.num_warps * 32 * registers)
-    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
-    return max(min(by_registers, by_shared), 1)
+    return max(min(by_registers, device.blocks_by_shared(shared)), 1)
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -184,7 +188,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         *cache_constants(problem),
         part="_simt",
     )  # fmt: skip
-    splits = num_splits(problem, tile, device.num_sms * blocks_per_sm)
+    splits = num_splits(problem, device, tile, blocks_per_sm)
     return split_plan(
         problem, device, "decode_simt", tile, main, blocks_per_sm, splits
     )

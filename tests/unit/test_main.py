@@ -134,7 +134,7 @@ def test_hopper_is_compiled_for_once_and_with_wgmma(
 
 @pytest.mark.parametrize(
     "arch",
-    ["90a", "sm_", "", "sm_80;sm_90a", "sm_75", "sm_999", "sm_9", "sm_80a",
+    ["90a", "sm_", "", "sm_80;sm_90a", "sm_70", "sm_999", "sm_9", "sm_80a",
      "sm_90f", "sm_90aa"],
 )  # fmt: skip
 def test_an_architecture_without_default_plans_is_an_error(arch, capsys):

@@ -51,7 +51,7 @@ def test_derivatives_have_the_options_of_forward(call):
     assert list(parameters)[first : first + len(names)] == names
     for name in names:
         assert parameters[name].default == known[name].default
-        assert re.search(rf"^    .*\b{name}\b", call.__doc__, re.M)
+        assert re.search(rf"^.*\b{name}\b", inspect.getdoc(call), re.M)
 
 
 @of_each_option
@@ -74,7 +74,7 @@ def test_defaults_are_those_of_the_calls(option):
     ],
 )
 def test_docstrings_spell_options_out(call, names):
-    arguments, _, _ = call.__doc__.partition("Returns\n")
+    arguments, _, _ = inspect.getdoc(call).partition("Returns\n")
     assert set(names) <= set(re.findall(r"\w+", arguments))
     assert "**options" not in arguments
 
@@ -82,8 +82,8 @@ def test_docstrings_spell_options_out(call, names):
 def entry(name, call=cuflash.forward):
     """Return a docstring's entry of an option."""
     found = re.search(
-        rf"^    [\w, ]*\b{name}\b[\w, ]* : .*(?:\n        .*)*",
-        call.__doc__.partition("Returns\n")[0],
+        rf"^[\w, ]*\b{name}\b[\w, ]* : .*(?:\n    .*)*",
+        inspect.getdoc(call).partition("Returns\n")[0],
         re.M,
     )
     return found and found[0]
@@ -96,8 +96,8 @@ def test_docstrings_describe_each(option):
         return
     assert entry(option.name)
     as_of_forward = re.search(
-        r"^    scale, causal(.*\n)+?        As given to `forward`",
-        cuflash.backward.__doc__,
+        r"^scale, causal(.*\n)+?    As given to `forward`",
+        inspect.getdoc(cuflash.backward),
         re.M,
     )
     assert option.name in re.findall(r"\w+", as_of_forward[0])

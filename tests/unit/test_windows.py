@@ -23,7 +23,7 @@ PACKAGE = Path(cache.__file__).parents[1]
 # The libraries are imported before: they ask for the system as they load.
 LESS = """
 import os, pkgutil, platform, subprocess, sys, tempfile
-import filelock, numpy as np, platformdirs, scipy.special
+import filelock, numpy as np, platformdirs
 platform.platform()
 for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "cupy"):
     sys.modules[name] = None
