@@ -87,12 +87,15 @@ def _old_driver(driver: int, runtime: int, said: str) -> str:
 
 
 def not_loaded(error: Exception, nvrtc: str, driver: int) -> str:
-    """Why a driver does not load a kernel; '' if no version tells.
+    """Why a driver does not load a kernel; '' if nothing tells.
 
     Within a major version of CUDA, drivers load what a newer compiler made.
     """
     if not driver or int(nvrtc.partition(".")[0]) <= driver // 1000:
-        return ""
+        advice = two_cupys()
+        if not advice:
+            return ""
+        return f"a kernel cannot be loaded ({error}): {advice}"
     return (
         f"the NVIDIA driver supports CUDA {release(driver)} and cannot load a"
         f" kernel that NVRTC {nvrtc} compiled: update the driver, or install"

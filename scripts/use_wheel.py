@@ -3,7 +3,8 @@
     python scripts/use_wheel.py dist/cuflash-0.1.0-py3-none-any.whl
 
 The environment has the Python that runs this, and nothing but the wheel and
-what it requires. README's examples run there, in an empty folder.
+what it requires. README's examples and `python -m cuflash check` run there, in
+an empty folder.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def main() -> int:
     return 0
 
 
-def use_wheel(wheel: Path, folder: Path) -> None:
+def use_wheel(wheel: Path, folder: Path, *options: str) -> None:
     """Make an environment in a folder, install the wheel, use it.
+
+    The options are those of `python -m cuflash check`.
 
     Raises
     ------
@@ -52,6 +55,7 @@ def use_wheel(wheel: Path, folder: Path) -> None:
     run(python, "-m", "pip", "check", cwd=elsewhere)
     run(python, example, cwd=elsewhere)
     run(python, "-m", "cuflash", "info", cwd=elsewhere)
+    run(python, "-m", "cuflash", "check", *options, cwd=elsewhere)
 
 
 def examples() -> str:

@@ -22,7 +22,13 @@ from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
 from cuflash.launch.structs import TensorMap
 from cuflash.plans import workspace
-from cuflash.plans.plan import Device, FamilyName, Plan, wanted_family
+from cuflash.plans.plan import (
+    OLDEST,
+    Device,
+    FamilyName,
+    Plan,
+    wanted_family,
+)
 from cuflash.request.layouts import Boxes
 
 Array: TypeAlias = cupy.ndarray
@@ -128,11 +134,10 @@ def device(index: int) -> Device:
     """The properties of the CUDA device `index`."""
     properties = cupy.cuda.runtime.getDeviceProperties(index)
     capability = 10 * properties["major"] + properties["minor"]
-    if capability < 75:
+    if capability < OLDEST:
         raise UnsupportedError(
             f"CUDA device {index} has compute capability {capability / 10};"
-            " cuflash needs 7.5 for float32 and float64, 8.0 for float16 and"
-            " bfloat16"
+            f" cuflash needs {OLDEST / 10}"
         )
     return Device(
         arch="sm_90a" if capability == 90 else f"sm_{capability}",

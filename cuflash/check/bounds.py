@@ -4,9 +4,10 @@ They hold for every input, to first order, element by element. Arrays are
 (batch, heads, rows, columns), with as many key heads as query heads. Names are
 those of the page: weight (epsilon), row (E), sums (nu), eta, dp (pi), delta.
 
-16-bit types: what tensor cores multiply is rounded to the dtype once (P and
-dS), and so are the results; sums are float32, whose worst error of n terms is
-no more than n u though tensor cores truncate ("Long sums of 16-bit products").
+16-bit types: what tensor cores multiply is rounded to the dtype once: P and
+dS, which may be made of the rounded P. So are the results. Sums are float32,
+whose worst error of n terms is no more than n u though tensor cores truncate
+("Long sums of 16-bit products").
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _gradients(
     dout, k, scale = size(x.dout), size(x.k), size(x.scale)
     y.delta = (dout * (y.out + columns * size(x.out))).sum(-1, keepdims=True)
     y.dp = columns * (dout @ turned(size(x.v)))
-    y.ds = (y.eta + 5 * u + h) * size(x.ds)
+    y.ds = (y.eta + 5 * u + 2 * h) * size(x.ds)
     moved = (y.dp * x.z + y.delta) * x.slope + x.slope_error * size(x.part)
     y.ds += scale * (x.p * moved + f * (x.p > 0))
     y.dq = y.ds @ k + y.sums * (size(x.ds) @ k) + h * size(x.ds @ x.k) + f
@@ -212,8 +213,8 @@ def derivative_bounds(
     of_u = columns * (dout @ turned(v_dot))
     of_u += _rowsum(dout * (out_dot + columns * size(x.out_dot)))
     of_u += (y.eta + 2 * u) * size(x.u)
-    t = size(x.ds) * ((y.eta + 3 * u) * size(x.r) + r)
-    t += (3 * u + h) * size(x.t) + size(x.scale) * f * seen
+    t = size(x.ds) * ((y.eta + 3 * u + 2 * h) * size(x.r) + r)
+    t += (3 * u + 2 * h) * size(x.t) + size(x.scale) * f * seen
     t += size(x.scale) * x.p * (size(x.r) * (y.dp + y.delta) + of_u)
     d2q = (t + of_two * size(x.t)) @ k + (y.ds + of_two * size(x.ds)) @ k_dot
     d2q += h * size(x.d2q) + f

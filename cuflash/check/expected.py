@@ -106,8 +106,7 @@ def _gradients(
     out, lse = forward(q, k, v, return_lse=True, **given)
     asked = options.gradients(given)
     found = backward(dout, q, k, v, out, lse, **given, **asked)
-    names = ("dq", "dk", "dv", *(x.removeprefix("return_") for x in asked))
-    wants = {"out": out, "lse": lse, **dict(zip(names, found, strict=True))}
+    wants = {"out": out, "lse": lse, **options.by_name(asked, found)}
     x = exact.matrices(arrays, given)
 
     def bound(arithmetic: Arithmetic) -> dict[str, Any]:
@@ -121,6 +120,8 @@ def _gradients(
             most["dbias"] = _of_dbias(x, y, arithmetic)
         if "dsink" in wants:
             most["dsink"] = _of_dsink(x, y, arithmetic)
+        if "dtable" in wants:
+            most["dtable"] = _of_dtable(x, y, arithmetic, wants["dtable"])
         return most
 
     return _pairs(wants, _both(call, bound))
@@ -154,17 +155,33 @@ def _packed(
     }  # fmt: skip
 
 
-def _of_dbias(x: Any, y: Any, arithmetic: Arithmetic) -> Any:
-    """Errors of sums of dS over batch and queries, before scale and slope."""
-    u, h = arithmetic.unit, arithmetic.stored
+def _of_scores(x: Any, y: Any, arithmetic: Arithmetic) -> tuple[Any, Any]:
+    """dS before scale and slope, and its errors."""
+    h = arithmetic.stored
     z = getattr(x, "z", 1.0)
     ds = x.p * x.part
-    error = (y.eta + 5 * u + h) * np.abs(ds)
+    error = (y.eta + 5 * arithmetic.unit + 2 * h) * np.abs(ds)
     error = error + x.p * (y.dp * z + y.delta) + arithmetic.floor * (x.p > 0)
+    return ds, error
+
+
+def _of_dbias(x: Any, y: Any, arithmetic: Arithmetic) -> Any:
+    """Errors of sums of dS over batch and queries."""
+    ds, error = _of_scores(x, y, arithmetic)
     count = ds.shape[0] * ds.shape[2]
-    error = error + count * u * np.abs(ds)
-    whole = h * np.abs(ds.sum(axis=(0, 2), keepdims=True))
+    error = error + count * arithmetic.unit * np.abs(ds)
+    whole = arithmetic.stored * np.abs(ds.sum(axis=(0, 2), keepdims=True))
     return (error.sum(axis=(0, 2), keepdims=True) + whole)[0]
+
+
+def _of_dtable(x: Any, y: Any, arithmetic: Arithmetic, want: Any) -> Any:
+    """Errors of sums of dS over all pairs that read an element, in float32."""
+    ds, error = _of_scores(x, y, arithmetic)
+    counts = options.sums_of_table(np.ones_like(ds))
+    sizes = options.sums_of_table(np.abs(ds))
+    rounded = 2.0**-24 * np.abs(want)  # whatever the call's dtype
+    sums = counts * arithmetic.unit * sizes
+    return options.sums_of_table(error) + sums + rounded
 
 
 def _of_dsink(x: Any, y: Any, arithmetic: Arithmetic) -> Any:

@@ -19,7 +19,11 @@ def near(
     score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any, *, table: Any
 ) -> Any:
     """A user's score: a number a distance is added."""
-    return score + table[head, np.clip(q_idx - kv_idx + 8, 0, 16)]
+    return score + table[head, _column(q_idx, kv_idx)]
+
+
+def _column(q_idx: Any, kv_idx: Any) -> Any:
+    return np.clip(q_idx - kv_idx + 8, 0, 16)
 
 
 def thirds(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -111,15 +115,48 @@ def of_call(
 
 def in_float64(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same for a call in float64."""
-    return {
+    found = {
         name: x.astype(np.float64) if name in ("bias", "sink") else x
         for name, x in given.items()
     }
+    if "mod_arrays" in given:
+        tables = given["mod_arrays"].items()
+        found["mod_arrays"] = {x: y.astype(np.float64) for x, y in tables}
+    return found
 
 
 def gradients(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `backward` that ask for the gradients of options."""
-    return {f"return_d{x}": True for x in ("bias", "sink") if x in given}
+    asked: dict[str, Any] = {
+        f"return_d{x}": True for x in ("bias", "sink") if x in given
+    }
+    if "mod_arrays" in given:
+        asked["return_dmod"] = tuple(given["mod_arrays"])
+    return asked
+
+
+def by_name(asked: Mapping[str, Any], found: Any) -> dict[str, Any]:
+    """What `backward` returned; the gradient of a user's array has its name.
+
+    asked : what `gradients` returned.
+    """
+    names = ("dq", "dk", "dv", *(x.removeprefix("return_") for x in asked))
+    results = dict(zip(names, found, strict=True))
+    of_arrays = results.pop("dmod", {})
+    return results | {f"d{x}": y for x, y in of_arrays.items()}
+
+
+def sums_of_table(pairs: Any) -> Any:
+    """The sum of numbers of pairs that read each element of the table.
+
+    pairs : array, (batch, heads, seqlen_q, seqlen_k)
+    """
+    heads, rows, keys = pairs.shape[1:]
+    column = _column(np.arange(rows)[:, None], np.arange(keys))
+    sums = np.zeros((heads, TABLE_WIDTH))
+    for head in range(heads):
+        np.add.at(sums[head], column, pairs[:, head].sum(axis=0))
+    return sums
 
 
 def steps(given: Mapping[str, Any], score: Any, sizes: Any) -> Any:

@@ -19,7 +19,10 @@ from cuflash.check.calls import Call
 
 
 class Place(Protocol):
-    """Where calls run."""
+    """Where calls run; its name stands for a family that is not asked for."""
+
+    @property
+    def name(self) -> str: ...
 
     def put(self, array: np.ndarray) -> Any:
         """A copy of an array there."""
@@ -102,8 +105,7 @@ def _backward(call: Call, a: Any, given: Any) -> dict[str, Any]:
         dq=a["dq"], dk=a["dk"], dv=a["dv"],
         deterministic=call.deterministic, **given, **asked,
     )  # fmt: skip
-    names = ("dq", "dk", "dv", *(x.removeprefix("return_") for x in asked))
-    return found | dict(zip(names, gradients, strict=True))
+    return found | options.by_name(asked, gradients)
 
 
 _MOVED = "q", "k", "v", "q_dot", "k_dot", "v_dot"

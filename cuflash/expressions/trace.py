@@ -118,6 +118,12 @@ _IF = (
 # ---- Symbols ----
 
 
+class Several:
+    """What holds several traced values, along axes (rows.py)."""
+
+    __slots__ = ()
+
+
 class Symbol:
     """A traced value: a score, an index, a number, or what follows."""
 
@@ -155,6 +161,8 @@ class Symbol:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Symbol:
+        if any(isinstance(x, Several) for x in args):
+            return NotImplemented
         name = function.__name__.strip("_")
         told = {
             x: y for x, y in (kwargs or {}).items()
@@ -252,7 +260,7 @@ class Symbol:
     # PyTorch's methods.
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _FUNCTIONS_AS_METHODS:
+        if name not in METHODS:
             raise AttributeError(
                 f"a traced value has no attribute {name!r}", name=name
             )
@@ -291,9 +299,13 @@ class Symbol:
 
 def _operator(symbol: str, name: str) -> tuple[Any, Any]:
     def forward(self: Symbol, other: Any) -> Any:
+        if isinstance(other, Several):
+            return NotImplemented
         return _called(symbol, name, (self, other))
 
     def reflected(self: Symbol, other: Any) -> Any:
+        if isinstance(other, Several):
+            return NotImplemented
         return _called(symbol, name, (other, self))
 
     return forward, reflected
@@ -310,6 +322,7 @@ _OPERATORS = (
     (">=", "ge", "greater_equal"), ("==", "eq", "equal"),
     ("!=", "ne", "not_equal"),
 )  # fmt: skip
+OPERATORS = tuple(x for _, x, _ in _OPERATORS)
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 for _symbol, _short, _name in _OPERATORS:
     _forward, _reflected = _operator(_symbol, _name)
@@ -553,7 +566,7 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
         factor = nodes.constant(1.0 if name == "reciprocal" else np.pi / 180)
         operation = "divide" if name == "reciprocal" else "multiply"
         return _limited(apply(operation, factor, x))
-    elif name in ("relu", "rsqrt", "sigmoid"):
+    elif name in _COMPOSED and len(operands) == 1:
         return _limited(_composed(name, operands[0]))
     elif name not in BY_UFUNC:
         refuse(
@@ -593,15 +606,33 @@ def _check_kinds(words: str, name: str, operands: list[Node]) -> None:
         )
 
 
+_COMPOSED = (
+    "relu", "rsqrt", "sigmoid", "silu", "softplus", "log_sigmoid",
+    "logsigmoid",
+)  # fmt: skip
+
+
 def _composed(name: str, x: Node) -> Node:
     if name == "relu":
         return apply("maximum", x, nodes.constant(0))
-    one = nodes.constant(1.0)
+    one, half = nodes.constant(1.0), nodes.constant(0.5)
     if name == "rsqrt":
         return apply("divide", one, apply("sqrt", x))
-    half = nodes.constant(0.5)
+    if name in ("log_sigmoid", "logsigmoid"):
+        return apply("negative", _softplus(apply("negative", x)))
+    if name == "softplus":
+        return _softplus(x)
     tanh = apply("tanh", apply("multiply", half, x))
-    return apply("add", half, apply("multiply", half, tanh))
+    sigmoid = apply("add", half, apply("multiply", half, tanh))
+    return apply("multiply", x, sigmoid) if name == "silu" else sigmoid
+
+
+def _softplus(x: Node) -> Node:
+    """log(1 + exp(x)), of which no exponential overflows."""
+    below = apply("less_equal", x, nodes.constant(0.0))
+    size = apply("where", below, x, apply("negative", x))
+    rest = apply("log1p", apply("exp", size))
+    return apply("where", below, rest, apply("add", x, rest))
 
 
 def _gelu(x: Any, approximate: str = "none") -> Any:
@@ -642,6 +673,10 @@ def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
     name = words.rpartition(".")[2].strip("_")
     if name in ("clip", "clamp") and keywords.keys() <= _BOUNDS.keys():
         return _clip(*args, **{_BOUNDS[x]: y for x, y in keywords.items()})
+    if name == "div" and keywords.get("rounding_mode") == "floor":
+        return _called(words, "floor_divide", tuple(args))
+    if name == "masked_fill" and len(args) == 3:
+        return _called_with("torch.where", (args[1], args[2], args[0]), {})
     if name == "gelu" and keywords.keys() <= {"approximate"}:
         return _gelu(*args, **keywords)
     if keywords:
@@ -689,11 +724,12 @@ _CONVERSIONS = {
     "bool": "bool", "long": "int", "short": "int16", "char": "int8",
     "byte": "uint8", "double": "float", "half": "float", "bfloat16": "float",
 }  # fmt: skip
-_FUNCTIONS_AS_METHODS = frozenset(
+METHODS = frozenset(
     (
         *BY_UFUNC, *LOGICAL, *_METHODS, *_CONVERSIONS,
         *("clip", "clamp", "square", "reciprocal", "relu", "rsqrt"),
-        *("sigmoid", "where", "type"),
+        *("masked_fill", "div", "sigmoid", "where", "type", "to", "astype"),
+        *("int", "float"),
     )
 )  # fmt: skip
 
@@ -857,6 +893,11 @@ def _result(result: Any, role: str, at: str) -> Node:
         )
     if isinstance(result, (np.generic, np.ndarray)) and result.ndim == 0:
         result = result.item()
+    if isinstance(result, Several):
+        raise ExpressionError(
+            f"{at}: it returns several values, expected {wanted}: read one of"
+            " them, x[0], or write x.sum(-1), x.any(-1)"
+        )
     if not isinstance(result, Symbol) and not nodes.is_number(result):
         raise ExpressionError(
             f"{at}: its result is {in_words(result)}, expected {wanted} made"

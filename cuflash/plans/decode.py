@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from cuflash.plans.tiles import Tile
@@ -14,12 +15,12 @@ from .kernel import Constant, Device, KernelPlan, Launch, Maker, Plan
 from .record import FamilyName
 from .rounding import ceil_div, round_up
 from .steps import (
-    LONGEST_RUN,
     MAX_OF_TENSOR_CORES,
     element,
     element_bytes,
     is_linear,
     is_packed,
+    longest_run,
     lse_bytes,
     main_kernel,
     padded_head_dims,
@@ -33,6 +34,11 @@ _WARP_KEYS = 16  # decode/rows.cuh: a warp's keys of a tile
 # Rows of (query, head of a group) pairs up to which keys are read once or
 # twice. With more, the other kernels' tiles are full.
 _MOST_ROWS = 64
+
+# Rows up to which reading keys is the limit, whatever the options: 32 rows of
+# 16 x 8,192 keys take 152 us on an H200, 163 with a user's mask, 161 with a
+# user's score.
+_FEW_ROWS = 32
 
 _MANY_HEADS = 256  # more than two blocks for each SM of any GPU
 
@@ -69,9 +75,13 @@ def pays(problem: Problem, device: Device) -> bool:
     """
     if problem.block_q or problem.block_k:
         return False
-    if problem.num_splits is not None or is_short(problem):
+    if problem.num_splits is not None:
         return True
-    if device.arch == "sm_90a" or not may_split(problem):
+    if is_short(problem):
+        few = rows_of_head(problem) <= _FEW_ROWS
+        if few or slowness_of_options(problem) == 1.0:
+            return True
+    elif device.arch == "sm_90a" or not may_split(problem):
         return False
     return _cost(problem, device) < cost_of_long(problem, device)
 
@@ -98,7 +108,7 @@ def _cost(problem: Problem, device: Device) -> float:
     tiles = ceil_div(problem.seqlen_k, 128)
     all_tiles = row_tiles(problem, rows) * tiles / device.num_sms
     slowness = _SLOWNESS * slowness_of_options(problem)
-    return (all_tiles + _PART_TILES) * rows / 128 * slowness
+    return (all_tiles + PART_TILES) * rows / 128 * slowness
 
 
 def slowness_of_options(problem: Problem) -> float:
@@ -114,10 +124,16 @@ def cost_of_long(problem: Problem, device: Device) -> float:
 
     A block has 128 queries of a head, and all keys that they see.
     """
-    visible = min(window_of(problem) + problem.seqlen_q, problem.seqlen_k)
     items = problem.batch * problem.num_heads_q
     items *= ceil_div(problem.seqlen_q, 128)
-    return ceil_div(items, device.num_sms) * ceil_div(int(visible), 128)
+    tiles = ceil_div(visible_keys(problem), 128)
+    return ceil_div(items, device.num_sms) * tiles
+
+
+def visible_keys(problem: Problem) -> int:
+    """The keys that some query sees, of a window with a left bound."""
+    visible = window_of(problem) + problem.seqlen_q
+    return int(min(visible, problem.seqlen_k))
 
 
 def is_short(problem: Problem) -> bool:
@@ -162,7 +178,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     14.4, 16 x 8,192 keys 130 and 125. Float8 keys are converted before use,
     so more warps pay: 16 x 8,192 keys take 66 us with twelve, 68 with eight
     and 70 with four; 64 x 8,192 keys of 64 columns 155 us with sixteen, 166
-    with eight and 171 with four.
+    with eight and 171 with four. Tiles of one stage, of GPUs without cp.async
+    and with 64 KiB of shared memory, may have any number.
     """
     _, dv = padded_head_dims(problem)
     rows = _block_q(problem)
@@ -173,7 +190,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
             warps = (4, 8, 16)
         elif few_heads:
             warps = (4, 8, 12)
-    return tile.block_q == rows and tile.num_warps in warps
+    of_warps = tile.num_warps in warps or tile.num_stages == 1
+    return tile.block_q == rows and of_warps
 
 
 def _block_q(problem: Problem) -> int:
@@ -201,31 +219,39 @@ def resident_blocks(
     if _is_narrow(tile, dv):
         registers = 168 if more and tile.num_warps < 16 else 128
     by_registers = 65536 // (tile.num_warps * 32 * registers)
-    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
-    return max(min(by_registers, by_shared), 1)
+    return max(min(by_registers, device.blocks_by_shared(shared)), 1)
 
 
-_PART_TILES = 2  # what a part costs at its ends, in tiles of 128 keys
+PART_TILES = 2  # what a part costs at its ends, in tiles of 128 keys
 
 
-def num_splits(problem: Problem, tile: Tile, resident: int) -> int:
+def num_splits(
+    problem: Problem, device: Device, tile: Tile, blocks_per_sm: int
+) -> int:
     """Into how many parts the keys of a row tile are cut.
 
     The blocks that run at once read at the same rate, so the time is the
     number of waves times the tiles of a part, plus what a part costs at its
-    ends. No warp of a part sums more than LONGEST_RUN keys.
+    ends. No warp of a part sums more keys than tensor cores may.
     """
     if problem.num_splits:
         return problem.num_splits
-    heads = row_tiles(problem, tile.block_q)
-    tiles = max(ceil_div(problem.seqlen_k, tile.block_k), 1)
+    return _best_splits(
+        row_tiles(problem, tile.block_q),
+        max(ceil_div(problem.seqlen_k, tile.block_k), 1),
+        ceil_div(problem.seqlen_k, longest_run(device) * tile.num_warps),
+        device.num_sms * blocks_per_sm,
+    )
 
+
+# Kept, as keys of `forward` may grow by one with each call: the same tiles.
+@functools.lru_cache(maxsize=4096)
+def _best_splits(heads: int, tiles: int, fewest: int, resident: int) -> int:
     def cost(splits: int) -> tuple[int, int]:
         waves = ceil_div(heads * splits, resident)
-        return waves * (ceil_div(tiles, splits) + _PART_TILES), splits
+        return waves * (ceil_div(tiles, splits) + PART_TILES), splits
 
     most = min(tiles, MAX_SPLITS)
-    fewest = ceil_div(problem.seqlen_k, LONGEST_RUN * tile.num_warps)
     return min(range(min(max(fewest, 1), most), most + 1), key=cost)
 
 
@@ -267,7 +293,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
     )  # fmt: skip
-    splits = num_splits(problem, tile, device.num_sms * blocks_per_sm)
+    splits = num_splits(problem, device, tile, blocks_per_sm)
     return split_plan(
         problem, device, "decode", tile, main, blocks_per_sm, splits
     )
@@ -329,13 +355,21 @@ _FOUND_BYTES = 128  # finish/merge_parts.cu's FoundRowTile
 def _merge_launch(
     problem: Problem, tile: Tile, main: KernelPlan, runs: int, num_sms: int
 ) -> Launch:
-    """Merges the parts of row tiles that are cut."""
+    """Merges the parts of row tiles that are cut.
+
+    Each run of a balanced call has at most one; but the grid is by row tiles
+    where these are fewer than runs.
+    """
+    all_row_tiles = row_tiles(problem, tile.block_q)
+    of_blocks = is_balanced(problem) and all_row_tiles >= runs
+    if not of_blocks:
+        runs = all_row_tiles
     rows = min(max(rows_of_head(problem), 1), tile.block_q)
     warps = ceil_div(problem.head_dim_v, _MERGED_COLUMNS)
     slots = rows_of_block = 1
     if is_balanced(problem):
         slots = min(rows, max(_MOST_MERGING_WARPS // warps, 1))
-        busy = row_tiles(problem, tile.block_q) * ceil_div(rows, slots)
+        busy = all_row_tiles * ceil_div(rows, slots)
         rounds = 1  # a power of two, so that calls have few kernels
         while 2 * rounds <= min(busy // num_sms, _ROUNDS_OF_MERGE):
             rounds *= 2
@@ -353,6 +387,7 @@ def _merge_launch(
         constants=(
             *constants,
             ("MERGE_ROWS", rows),
+            ("RUNS_OF_BLOCKS", of_blocks),
             ("MERGE_SLOTS", slots),
             ("ROWS_OF_BLOCK", rows_of_block),
             ("NUM_WARPS", slots * warps),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import ALIGNMENT, Problem
 
 from .decode import (
+    PART_TILES,
     cache_constants,
+    cost_of_long,
     is_balanced,
     is_float8,
     is_short,
+    may_split,
     num_splits,
+    row_tiles,
     rows_of_head,
     split_plan,
 )
@@ -24,9 +29,11 @@ from .steps import (
     is_packed,
     lse_bytes,
     main_kernel,
+    skips_tiles,
 )
 
-# Rows of a key head up to which keys are read a few times, from L2 but once.
+# Rows of a key head up to which keys are read a few times, from L2 but once;
+# with more, costs are compared.
 # On an H200 1 x 8,192 float32 keys, 32/2 heads of 128, take 25 us and by fma
 # 1,754; 16 x 4,096, 32/8 heads of 64, 146 and 1,619.
 _MOST_ROWS = 32
@@ -48,22 +55,43 @@ def pays(problem: Problem, device: Device) -> bool:
     decode/forward.cu and sm80 have the 16-bit types with other heads.
     """
     widest = max(problem.head_dim, problem.head_dim_v)
-    return (
-        (element_bytes(problem) > 2 or widest > MAX_OF_TENSOR_CORES)
-        and is_short(problem)
-        and rows_of_head(problem) <= _MOST_ROWS
-    )
+    has_16_bits = element_bytes(problem) == 2
+    has_tensor_cores = has_16_bits and device.multiplies(problem.dtype)
+    if has_tensor_cores and widest <= MAX_OF_TENSOR_CORES:
+        return False
+    if is_short(problem) and rows_of_head(problem) <= _MOST_ROWS:
+        return True
+    if has_16_bits or not may_split(problem) or skips_tiles(problem):
+        return False
+    block_q = _block_q(problem)
+    if block_q < _FULL_TILE:  # keys are read too often
+        return False
+    return _cost(problem, device, block_q) < cost_of_long(problem, device)
 
 
-def _kv_vector(problem: Problem, head_dim: int) -> int:
-    """The elements of a row of K or V that a lane loads at once.
+_FULL_TILE = 8  # rows
+
+# How much longer 128 rows and 128 keys take, in row tiles, than in fma's tile
+# of as many. By the figures above a row of 128 float32 keys takes 1.0 to 1.2
+# us of an SM, such a tile 27: 4.7 to 5.6. Of float64 the long kernel has
+# tensor cores, perhaps 10. Neither was measured at more rows.
+_SLOWNESS = 16.0
+
+
+def _cost(problem: Problem, device: Device, block_q: int) -> float:
+    """The time, in fma's tiles, as `decode` has it in sm80's."""
+    tiles = row_tiles(problem, block_q) * ceil_div(problem.seqlen_k, 128)
+    all_tiles = tiles / device.num_sms + PART_TILES
+    return all_tiles * block_q / 128 * _SLOWNESS
+
+
+@functools.cache
+def _vector(head_dim: int, size: int, alignment: int) -> int:
+    """The elements of `size` bytes of a row that a lane loads at once.
 
     As few loads as possible, and among those the smallest: it leaves the
     fewest lanes idle.
     """
-    size, alignment = _stored_bytes(problem), ALIGNMENT
-    if problem.kvcache:
-        alignment = problem.kvcache.alignment
     legal = [
         vector
         for vector in (1, 2, 4, 8, 16)
@@ -77,8 +105,14 @@ def _stored_bytes(problem: Problem) -> int:
 
 
 def _kv_vectors(problem: Problem) -> tuple[int, int]:
-    d, dv = problem.head_dim, problem.head_dim_v
-    return _kv_vector(problem, d), _kv_vector(problem, dv)
+    """Those of rows of K and V."""
+    size, alignment = _stored_bytes(problem), ALIGNMENT
+    if problem.kvcache:
+        alignment = problem.kvcache.alignment
+    return (
+        _vector(problem.head_dim, size, alignment),
+        _vector(problem.head_dim_v, size, alignment),
+    )
 
 
 def _padded(problem: Problem) -> tuple[int, int]:
@@ -166,8 +200,7 @@ def _decode_blocks_per_sm(
     # 32 more: loads are moved ahead where there is room for them.
     registers = min(round_up(kept + _others(problem) + 32, 8), 255)
     by_registers = 65536 // (tile.num_warps * 32 * registers)
-    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
-    return max(min(by_registers, by_shared), 1)
+    return max(min(by_registers, device.blocks_by_shared(shared)), 1)
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -184,7 +217,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         *cache_constants(problem),
         part="_simt",
     )  # fmt: skip
-    splits = num_splits(problem, tile, device.num_sms * blocks_per_sm)
+    splits = num_splits(problem, device, tile, blocks_per_sm)
     return split_plan(
         problem, device, "decode_simt", tile, main, blocks_per_sm, splits
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from cuflash.plans.tiles import Tile
 from cuflash.request.problem import MAX_SPLITS, Problem
 
@@ -67,14 +69,29 @@ _ALONE = 1.15
 
 
 def _cost(problem: Problem, device: Device, tile: Tile, splits: int) -> float:
-    """The time of a number of parts, in tiles of 128 keys."""
-    blocks = decode.row_tiles(problem, tile.block_q) * splits
-    tiles = ceil_div(max(problem.seqlen_k, 1), tile.block_k)
-    keys = ceil_div(tiles, splits) * tile.block_k
-    ends = _PART_KEYS + (_KEYS_OF_ROW * tile.block_q if splits > 1 else 0)
-    rounds = ceil_div(blocks, device.num_sms)
+    """The time of a number of parts, in tiles of 128 keys.
+
+    Parts outside the window end at once.
+    """
+    seen = ceil_div(decode.visible_keys(problem), tile.block_k)
+    of_part = min(ceil_div(_key_tiles(problem, tile), splits), seen)
+    parts = min(splits, ceil_div(seen, max(of_part, 1)))
+    blocks = decode.row_tiles(problem, tile.block_q) * parts
+    return _cost_of(blocks, of_part, splits > 1, tile, device.num_sms)
+
+
+def _key_tiles(problem: Problem, tile: Tile) -> int:
+    return ceil_div(max(problem.seqlen_k, 1), tile.block_k)
+
+
+def _cost_of(
+    blocks: int, tiles: int, is_cut: bool, tile: Tile, num_sms: int
+) -> float:
+    """Of blocks with a part of `tiles` key tiles each."""
+    ends = _PART_KEYS + (_KEYS_OF_ROW * tile.block_q if is_cut else 0)
+    rounds = ceil_div(blocks, num_sms)
     alone = _ALONE if rounds < tile.blocks_per_sm else 1.0
-    return alone * rounds * (keys + ends) / 128
+    return alone * rounds * (tiles * tile.block_k + ends) / 128
 
 
 def _num_splits(problem: Problem, device: Device, tile: Tile) -> int:
@@ -84,21 +101,32 @@ def _num_splits(problem: Problem, device: Device, tile: Tile) -> int:
     """
     if problem.num_splits:
         return problem.num_splits
-    most = ceil_div(max(problem.seqlen_k, 1), tile.block_k)
-    most = min(most, MAX_SPLITS)
-    fewest = min(max(ceil_div(problem.seqlen_k, LONGEST_RUN), 1), most)
-    return min(
-        range(fewest, most + 1),
-        key=lambda splits: (_cost(problem, device, tile, splits), splits),
-    )
+    return _best_splits(
+        decode.row_tiles(problem, tile.block_q), _key_tiles(problem, tile),
+        ceil_div(problem.seqlen_k, LONGEST_RUN), tile, device.num_sms,
+    )  # fmt: skip
+
+
+# Kept, as keys of `forward` may grow by one with each call: the same tiles.
+@functools.lru_cache(maxsize=4096)
+def _best_splits(
+    row_tiles: int, tiles: int, fewest: int, tile: Tile, num_sms: int
+) -> int:
+    def cost(splits: int) -> tuple[float, int]:
+        blocks, of_part = row_tiles * splits, ceil_div(tiles, splits)
+        return _cost_of(blocks, of_part, splits > 1, tile, num_sms), splits
+
+    most = min(tiles, MAX_SPLITS)
+    return min(range(min(max(fewest, 1), most), most + 1), key=cost)
 
 
 def _head_dims(problem: Problem) -> tuple[int, int]:
-    d, dv = (
-        next(x for x in _HEAD_DIMS if x >= d)
-        for d in (problem.head_dim, problem.head_dim_v)
-    )
-    return d, dv
+    return _padded(problem.head_dim), _padded(problem.head_dim_v)
+
+
+@functools.cache
+def _padded(head_dim: int) -> int:
+    return next(x for x in _HEAD_DIMS if x >= head_dim)
 
 
 def _shared(problem: Problem, tile: Tile) -> int:

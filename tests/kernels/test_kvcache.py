@@ -10,14 +10,14 @@ import strategies
 from cuflash.errors import UnsupportedError
 from helpers import kvcache_calls as kv
 from helpers.apart import Apart
-from helpers.backends import BACKENDS
+from helpers.backends import BACKENDS, EMULATED
 from helpers.compare import (
     assert_all,
     assert_allclose,
     assert_arrays_equal,
     assert_bitwise,
 )
-from helpers.data import LAYOUTS
+from helpers.data import LAYOUTS, Emulation
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.kvcache_calls import KVCase
@@ -287,3 +287,25 @@ def test_out(backend):
     whole = backend.fetch(placed)
     assert_bitwise(whole[1:8], want, "out")
     assert_all(whole[[0, 8]], np.nan, "whole[[0, 8]]", case)
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize("before", [
+    (900,), (0, 513, 0, 1, 64), (1,) * 33 + (255, 700), (300, 300),
+])  # fmt: skip
+def test_fewer_row_tiles_than_blocks(backend, before):
+    """Each cut row tile is merged once, all from uniform weights."""
+    case = KVCase(
+        "bfloat16", before, seqlen_new=None, seqlen_q=3, num_heads_kv=1,
+        group_size=6, seed=1, on=Emulation("sm_90a", num_sms=80),
+    )  # fmt: skip
+    given = case.arguments()
+    given["q"][:] = 0
+    tiles = np.arange(given["v_cache"].shape[1]) // 64
+    given["v_cache"][:] = tiles[:, None, None]
+    (out, lse), _ = kv.run(backend, case, given)
+    with np.errstate(divide="ignore"):
+        want = np.log(before)[:, None, None]
+    assert_allclose(lse, want, "lse", 2**-20)
+    mean = [tiles[:length].mean() if length else 0 for length in before]
+    assert_allclose(out, np.reshape(mean, (-1, 1, 1, 1)), "out", 2**-8)

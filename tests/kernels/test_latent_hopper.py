@@ -107,6 +107,27 @@ def test_masked_nan_does_not_spread(backend, column):
     assert_all(np.isnan(out[1, 1]), True, "NaN of the second query")
 
 
+@on_emulator
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_nan_beside_rows_without_weights(backend, num_splits):
+    """Rows that see no key are 0, whose sums became 0 * NaN; so is a row
+    whose sink outweighs its keys. A row that sees the NaN is NaN."""
+    case = replace(
+        CASE, before=(1, 66), seqlen_q=3, seqlen_new=None, arrays_of=("sink",),
+        num_splits=num_splits,
+    )  # fmt: skip
+    given = case.arguments()
+    given["sink"][:2] = 300.0
+    for sequence, length in enumerate(case.before):
+        key = case.index(given, sequence, length - 1, length)
+        given["k_cache"][(*key, 0, 0)] = np.nan
+    (out, _), _ = kv.run(backend, case, given)
+    assert_all(out[0, :2], 0, "out of queries without a key")
+    assert_finite(out[1, :2], "out of queries before the NaN")
+    assert_all(out[1, :2, :2], 0, "out beside a large sink")
+    assert_all(np.isnan(out[:, 2]), True, "NaN of the last queries")
+
+
 def test_which_calls_run_it():
     """Also one query head; others are of the decode kernels."""
     cache = KVCache("bfloat16", 64, 9, 2, lengths=True, latent=True)

@@ -28,6 +28,7 @@ CALLS = [
     ("forward", "float64", "mma8_float64", 64),
     ("backward", "float64", "mma8_float64", 64),
     ("forward", "float32", "mma8_float32", 64),
+    ("backward", "float32", "mma8_float32", 128),
     ("forward", "bfloat16", "sm90", 64),
     ("forward", "bfloat16", "sm90", 128),
     ("backward", "bfloat16", "sm90", 64),

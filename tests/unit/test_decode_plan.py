@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
+from cuflash.plans import decode, decode_sm90
 from cuflash.plans.plan import check, device_of_arch, plan
 from cuflash.request.problem import KVCache, Problem
 
@@ -73,8 +74,6 @@ ON_CUDA_CORES = [
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a"])
 def test_the_kernel_on_cuda_cores(changes, arch):
     problem = replace(CALL, **changes)
-    if arch == "sm_75" and problem.dtype == "bfloat16":
-        problem = replace(problem, dtype="float32")
     decided = plan(problem, device_of_arch(arch))
     assert decided.family == "decode_simt"
     itemsize = 8 if problem.dtype == "float64" else 4
@@ -82,14 +81,65 @@ def test_the_kernel_on_cuda_cores(changes, arch):
     assert widths == [itemsize] * 2
 
 
+def test_sm_75_decodes_float16_on_tensor_cores():
+    device = device_of_arch("sm_75")
+    families = {"float16": "decode", "bfloat16": "decode_simt"}
+    for dtype, family in families.items():
+        assert plan(replace(CALL, dtype=dtype), device).family == family
+
+
 @pytest.mark.parametrize("changes", [
-    {"seqlen_q": 9}, {"seqlen_k": 511}, {"block_q": 16},
+    {"seqlen_q": 2049}, {"seqlen_k": 511}, {"block_q": 16},
     {"num_sequences": 3}, {"precision": "tf32x3"},
+    {"seqlen_q": 33, "batch": 32, "num_heads_kv": 32},
+    {"seqlen_q": 9, "segment_ids": True},
 ])  # fmt: skip
 def test_other_calls_of_float32(changes):
-    """Three queries of four heads are twelve rows."""
     problem = replace(CALL, dtype="float32", **changes)
     assert not plan(problem, H200).family.startswith("decode")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seqlen_q", [8, 9, 20])
+def test_more_rows_of_few_heads_on_cuda_cores(dtype, seqlen_q):
+    """32 blocks of long kernels would leave 100 SMs idle."""
+    problem = replace(CALL, dtype=dtype, seqlen_q=seqlen_q)
+    assert plan(problem, H200).family == "decode_simt"
+    wide = replace(problem, seqlen_q=9, head_dim=512, head_dim_v=512)
+    assert not plan(wide, H200).family.startswith("decode")
+
+
+@pytest.mark.parametrize("option", [{"softcap": 20.0}, {"mask": True}])
+def test_options_of_many_heads_take_the_long_kernels(option):
+    """A query more must not be faster. Up to 32 rows reading is the limit."""
+    problem = replace(
+        CALL, batch=4, num_heads_kv=32, seqlen_q=64, **option
+    )  # fmt: skip
+    for queries, hopper in ((32, "decode"), (64, "sm90"), (65, "sm90")):
+        asked = replace(problem, seqlen_q=queries)
+        assert plan(asked, H200).family == hopper
+    few_heads = replace(problem, batch=1, num_heads_kv=4, seqlen_q=8)
+    assert plan(few_heads, H200).family == "decode_sm90"
+
+
+def test_parts_outside_a_window_cost_nothing():
+    """64 rows: the long kernel reads each head's keys for 8 queries."""
+    problem = replace(
+        CALL, batch=16, num_heads_q=128, num_heads_kv=16, seqlen_q=8,
+        seqlen_k=65536, window=(1000, None), causal=True,
+    )  # fmt: skip
+    assert plan(problem, H200).family == "decode_sm90"
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 16])
+def test_longer_keys_search_no_parts_again(seqlen_q):
+    """As keys grow by one with each call of `forward`."""
+    for module in (decode, decode_sm90):
+        module._best_splits.cache_clear()
+    for tokens in range(8000, 8064):
+        plan(replace(CALL, seqlen_q=seqlen_q, seqlen_k=tokens), H200)
+    for module in (decode, decode_sm90):
+        assert module._best_splits.cache_info().misses <= 4
 
 
 def test_it_is_asked_for_by_name():

@@ -104,3 +104,10 @@ def test_a_kernel_that_an_older_driver_cannot_load(
     assert isinstance(caught.value, CompileError) == is_why
     if is_why:
         assert "or install cuflash[cuda12] alone" in str(caught.value)
+
+
+def test_a_kernel_that_two_cupys_cannot_load(two_cupys):
+    error = RuntimeError("CUDA_ERROR_INVALID_IMAGE")
+    said = diagnosis.not_loaded(error, "13.5", 13000)
+    assert said.startswith("a kernel cannot be loaded (CUDA_ERROR_INVALID")
+    assert "pip uninstall" in said

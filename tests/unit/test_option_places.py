@@ -124,8 +124,8 @@ PLACES = {
     "check/options": (
         "a value of each, what they add to bounds",
         "alibi_slopes bias cu_seqlens cu_seqlens_k cu_seqlens_q dropout mask"
-        " mask_mod mod_arrays score_mod seed segment_ids_k segment_ids_q sink"
-        " softcap window",
+        " mask_mod mod_arrays return_dmod score_mod seed segment_ids_k"
+        " segment_ids_q sink softcap window",
     ),
     "check/exact": ("the other term of a row", "sink"),
     "check/expected": ("the bound of its gradient", "sink"),
@@ -207,7 +207,7 @@ PLACES = {
         "cu_seqlens cu_seqlens_q cu_seqlens_k mask seed window",
     ),
     "distributed/functions": (
-        "the two roles", "mask mask_mod mod_arrays score_mod",
+        "the two roles", "mask mask_mod mod_arrays return_dmod score_mod",
     ),
     "distributed/attention": (
         "arguments of its own",

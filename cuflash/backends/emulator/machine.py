@@ -64,8 +64,8 @@ class Emulator:
         if not named or named[1] not in known:
             raise UnsupportedError(
                 f"arch is {self.arch!r}, expected one that kernels are"
-                f" planned for: sm_{', sm_'.join(known)} (on sm_75 float32"
-                " and float64 only), or one with a suffix, such as sm_90a"
+                f" planned for: sm_{', sm_'.join(known)}, or one with a"
+                " suffix, such as sm_90a"
             )
         runtime.check_system()
 

@@ -63,6 +63,7 @@ struct ValueWarpgroup : HalfSums<COLUMNS, value_chunk(COLUMNS)> {
     using Half = HalfSums<COLUMNS, value_chunk(COLUMNS)>;
     static constexpr int FIRST_PANEL = FIRST_COLUMN / PANEL_COLUMNS;
     static constexpr int CHUNK_PANELS = Half::CHUNK / PANEL_COLUMNS;
+    static constexpr bool MARKS = CAUSAL || WINDOW || PAIRWISE;     // tiles with masked pairs
 
     const Arguments& args;
     SharedPlan& shared;
@@ -142,15 +143,22 @@ private:
 
     __device__ __forceinline__ void store(
         const Part& part, const float (&m)[2], const float (&l)[2]) {
-        if constexpr (CAUSAL || WINDOW || PAIRWISE) {       // a lane's two rows together
-            const u32 inexact = __ballot_sync(WHOLE_WARP, !this->is_finite());
-            if ((inexact >> this->lane / 4 * 4 & 0xF) != 0)
-                this->sums[0][0] = this->sums[0][2] = quiet_nan();
-            exact &= inexact == 0;
-        }
         const RowTile rows(args, part);
+        mark<0>(l[0]);
+        mark<1>(l[1]);
         store_row<0>(part, rows, m[0], l[0]);
         store_row<1>(part, rows, m[1], l[1]);
+    }
+    // Marks the lane's row HALF for recompute_rows, by an infinity in its first column, if a masked
+    // NaN or infinity may have reached it. Not where l is NaN: a row's values are columns of its
+    // keys, so a visible NaN has made its score NaN, and all of O.
+    template <int HALF> __device__ __forceinline__ void mark(float l) {
+        if constexpr (MARKS) {
+            const bool is_exact = l != l || this->template is_finite<HALF>();
+            const u32 inexact = __ballot_sync(WHOLE_WARP, !is_exact);
+            if ((inexact >> this->lane / 4 * 4 & 0xF) != 0) this->sums[0][HALF * 2] = infinity();
+            exact &= inexact == 0;
+        }
     }
     // The lane's columns of one of its rows.
     template <int HALF>
@@ -158,7 +166,9 @@ private:
         const Part& part, const RowTile& rows, float m, float l) const {
         const int row = this->lane_row + HALF * 8;
         if (!rows.exists(row)) return;
-        const Result<float> result(args, part, rows, row, m, l);
+        Result<float> result(args, part, rows, row, m, l);
+        // A mark stays an infinity where it would be times 0: without a key, or beside a sink.
+        if (MARKS && l == l && fabsf(this->sums[0][HALF * 2]) == infinity()) result.inverse = 1.0f;
         if (FIRST_COLUMN == 0 && this->lane % 4 == 0) {
             result.store_lse();
             if (MAX_SCORE) result.store_max_score(m, l);

@@ -78,8 +78,8 @@ __device__ __forceinline__ void recompute_row(
             result.store(first_column + keys.lane + i * 32, acc[i]);
 }
 
-// Recomputes the rows of all of the block's parts that have a NaN in first_column, which may be
-// their true result, among the warp's 16 from first_row on.
+// Recomputes the rows of all of the block's parts that have an infinity in first_column, which may
+// be their true result, among the warp's 16 from first_row on.
 template <int COLUMNS>
 __device__ __forceinline__ void recompute_rows(
     const Arguments& args, int first_row, int first_column) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void recompute_rows(
             const float x = result.is_part ? result.part_out[first_column]
                                            : to_float(result.out[first_column]);
             __syncwarp();                                   // before recompute_row writes there
-            if (!(fabsf(x) <= infinity()))
+            if (fabsf(x) == infinity())
                 recompute_row<COLUMNS>(args, part, rows, row, first_column);
         }
     }

@@ -88,7 +88,7 @@ struct Costs {
 // The parts of a block's run, one after the other. Each warp iterates independently.
 class BalancedParts {
     const Arguments& args;
-    const int block;
+    int block;
     i64 run, longer_runs;                                   // a run's places; how many have 1 more
     i64 places_of_each = 0;                                 // of a row tile; 0: as many as it costs
     i64 at, end;                                            // the rest of the run
@@ -156,6 +156,32 @@ class BalancedParts {
         }
     }
 
+    // Begins with the row tile of a number, all sequences' counted one after the other. Returns
+    // false if there are fewer.
+    __device__ __forceinline__ bool begin_row_tile(int number) {
+        i64 tiles_before = 0, places_before = 0;
+        for (int first = 0; first < args.arrays.shape.batch; first += 32) {
+            const int of_lane = first + threadIdx.x % 32;
+            const bool exists = of_lane < args.arrays.shape.batch;
+            const i64 count = exists ? RowTiles(args, of_lane).count : 0;
+            const i64 tiles = sum_up_to_lane(count), places = places_of_lane(first);
+            const i64 sum = sum_up_to_lane(places);
+            const u32 beyond = __ballot_sync(WHOLE_WARP, number < tiles_before + tiles);
+            if (beyond != 0) {
+                const int lane = __ffs(beyond) - 1;
+                rows = RowTiles(args, first + lane);
+                row_tile = number - static_cast<int>(
+                    tiles_before + __shfl_sync(WHOLE_WARP, tiles - count, lane));
+                row_tile_start = places_before + __shfl_sync(WHOLE_WARP, sum - places, lane)
+                               + row_tile * places_of(rows);
+                return true;
+            }
+            tiles_before += __shfl_sync(WHOLE_WARP, tiles, 31);
+            places_before += __shfl_sync(WHOLE_WARP, sum, 31);
+        }
+        return false;
+    }
+
     // Gives as many places to each of `count` row tiles, which have at most `tiles` key tiles, and
     // cuts each into as many parts. Returns false if that leaves an eighth of the blocks idle.
     __device__ __forceinline__ bool set_equal_runs(i64 count, int tiles) {
@@ -188,6 +214,12 @@ class BalancedParts {
             set_balanced_runs(costs.total);
     }
 
+    // The places of the row tile's key tiles.
+    __device__ __forceinline__ i64 first_place() const {
+        return row_tile_start + (places_of_each > 0 ? 0 : PART_COST);
+    }
+    __device__ __forceinline__ i64 end_place() const { return first_place() + rows.tiles(); }
+
     // Begins with the row tile at a place of the run.
     __device__ __forceinline__ void begin(i64 place) {
         int number;
@@ -204,13 +236,26 @@ public:
         if (at < end) begin(at);
     }
 
-    // The row tile that begins in a block's run and goes on in the next one's, if there is one.
+    // The row tile of a run, if it is cut. OF_BLOCKS: of a block's run, which begins at most one
+    // row tile that goes on in the next one's; else a run is a row tile, counted over sequences.
+    template <bool OF_BLOCKS>
     static __device__ __forceinline__ bool find_cut_row_tile(
-        const Arguments& args, int block, Part& part) {
-        BalancedParts parts(args, block);
-        if (parts.at >= parts.end) return false;
-        parts.begin(parts.end - 1);
-        return parts.next(part) && part.index == 0 && part.count > 1;
+        const Arguments& args, int run, Part& part) {
+        if constexpr (OF_BLOCKS) {
+            BalancedParts parts(args, run);
+            if (parts.at >= parts.end) return false;
+            parts.begin(parts.end - 1);
+            return parts.next(part) && part.index == 0 && part.count > 1;
+        } else {
+            BalancedParts parts(args, 0);
+            if (!parts.begin_row_tile(run)) return false;
+            const i64 first_place = parts.first_place(), end_place = parts.end_place();
+            parts.block = parts.block_of(first_place);
+            parts.end = parts.start_of(parts.block + 1);
+            const i64 to = min(end_place, parts.end);
+            parts.set_part(part, first_place, end_place, first_place, to);
+            return part.count > 1;
+        }
     }
 
     __device__ __forceinline__ bool next(Part& part) {
@@ -219,11 +264,8 @@ public:
                 rows = RowTiles(args, rows.sequence.number + 1);
                 row_tile = 0;
             }
-            // Of its key tiles.
-            const i64 first_place = row_tile_start + (places_of_each > 0 ? 0 : PART_COST);
-            const i64 end_place = first_place + rows.tiles();
-            const i64 from = max(at, first_place), to = min(end_place, end);
-            if (from < to) set_part(part, first_place, end_place, from, to);
+            const i64 from = max(at, first_place()), to = min(end_place(), end);
+            if (from < to) set_part(part, first_place(), end_place(), from, to);
             row_tile_start += places_of(rows);
             at = row_tile_start;
             ++row_tile;
@@ -286,6 +328,7 @@ public:
     }
 
     // A row tile, if it is cut.
+    template <bool>
     static __device__ __forceinline__ bool find_cut_row_tile(
         const Arguments& args, int counted_row_tile, Part& part) {
         return set_part(args, counted_row_tile, 0, part) && part.count > 1;

@@ -42,8 +42,9 @@ public:
             mbarrier_wait(barrier_at(shared.v_empty, stage.index), stage.phase ^ 1);
             load<HEAD_DIM_V>(shared_address(&shared.v[stage.index]), v_rows, first_key, num_keys,
                              arrays.shape.head_dim_v, page_of);
-            if (rows.masks(mask, user_mask, first_key, BLOCK_K)) replace_nonfinite();
-            cp_async_mbarrier_arrive(barrier_at(shared.v_full, stage.index));
+            const bool masked = rows.masks(mask, user_mask, first_key, BLOCK_K);
+            if (masked) replace_nonfinite();
+            else cp_async_mbarrier_arrive(barrier_at(shared.v_full, stage.index));
         }
     }
 
@@ -94,7 +95,8 @@ private:
 
     // In a partly masked tile, replaces each NaN and infinity of V by 0: it must not reach rows
     // that do not see its key. The consumers add them, pair by pair. The fence orders this thread's
-    // stores before the reads of wgmma.
+    // stores before the reads of wgmma. Its copies are complete by then; and it is mbarrier.arrive
+    // that releases its stores, not cp.async.mbarrier.arrive.
     __device__ __forceinline__ void replace_nonfinite() {
         cp_async_commit();
         cp_async_wait<0>();
@@ -102,6 +104,7 @@ private:
         const u32 of_warp = __ballot_sync(WHOLE_WARP, found);
         if (lane == 0) shared.replaced[stage.index][warp] = of_warp;
         fence_async_proxy();
+        mbarrier_arrive(barrier_at(shared.v_full, stage.index));
     }
     // Of this thread's chunks. True if there were any.
     __device__ __forceinline__ bool replace_in_tile(u32 tile) {

@@ -2,15 +2,16 @@
 // order of the parts (merged_row.cuh), and adds the head's sink.
 //
 // Grid: a run's BLOCKS_OF_RUN blocks, one run after the other: a run for each row tile, or, if
-// parts are balanced, for each block of the decode kernel (parts.cuh). Block: MERGE_SLOTS rows at
-// once, each of which has a warp for each 32 COLUMNS columns.
+// parts are balanced and row tiles are more, for each block of the decode kernel (parts.cuh).
+// Block: MERGE_SLOTS rows at once, each of which has a warp for each 32 COLUMNS columns.
 //
 // Balanced parts are found by hundreds of instructions. One warp of a block finds the row tile, and
 // the block merges up to ROWS_OF_BLOCK of its rows.
 //
-// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; MERGE_SLOTS,
-// ROWS_OF_BLOCK; NUM_WARPS, of all slots; BLOCK_Q, BLOCK_K, CAUSAL, BALANCED, those of a KV cache
-// (constants.cuh), SINK, WINDOW; Arguments. Shared memory: FoundRowTile.
+// Constants: Element, MERGE_ROWS, the most rows of a row tile that exist; RUNS_OF_BLOCKS, whether
+// runs are those of the decode kernel's blocks; MERGE_SLOTS, ROWS_OF_BLOCK; NUM_WARPS, of all
+// slots; BLOCK_Q, BLOCK_K, CAUSAL, BALANCED, those of a KV cache (constants.cuh), SINK, WINDOW;
+// Arguments. Shared memory: FoundRowTile.
 //
 // Bound by latency: the parts are in L2. So a lane has the loads of many parts under way, and the
 // kernel starts before the parts are there (Launch.overlaps).
@@ -44,12 +45,12 @@ static_assert(MERGE_SLOTS == 1 || sizeof(FoundRowTile) <= SHARED_BYTES,
 __device__ __forceinline__ bool find_row_tile(const Arguments& args, Part& part) {
     const int run = blockIdx.x / BLOCKS_OF_RUN;
     if constexpr (MERGE_SLOTS == 1) {
-        return Parts::find_cut_row_tile(args, run, part);
+        return Parts::find_cut_row_tile<RUNS_OF_BLOCKS>(args, run, part);
     } else {
         extern __shared__ __align__(16) unsigned char shared_bytes[];
         FoundRowTile& found = *reinterpret_cast<FoundRowTile*>(shared_bytes);
         if (threadIdx.x < 32) {
-            const bool is_cut = Parts::find_cut_row_tile(args, run, part);
+            const bool is_cut = Parts::find_cut_row_tile<RUNS_OF_BLOCKS>(args, run, part);
             if (threadIdx.x == 0) found = {part, is_cut};
         }
         __syncthreads();

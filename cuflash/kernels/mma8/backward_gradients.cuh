@@ -20,6 +20,13 @@ __device__ __forceinline__ void load_weights(
         a[1] = operand(upper.y);
         a[2] = operand(lower.x);
         a[3] = operand(lower.y);
+    } else if constexpr (IN_PARTS) {                        // second = first + 1
+        const Pair upper = pair_at(&shared.weights.at[row + g][first]);
+        const Pair lower = pair_at(&shared.weights.at[row + g + 8][first]);
+        a[0] = operand(upper.x);
+        a[1] = operand(lower.x);
+        a[2] = operand(upper.y);
+        a[3] = operand(lower.y);
     } else {
         load_rows(a, &shared.weights.at[row + g][first], BLOCK_K + ROWS_PAD, second - first);
     }

@@ -139,12 +139,14 @@ template <int COLUMNS, int CHUNK_> struct HalfSums {
             #pragma unroll
             for (int i = 0; i < CHUNK / 2; ++i) sums[chunk][i] = 0.0f;
     }
-    __device__ __forceinline__ bool is_finite() const {
+    // Of the lane's row HALF, or of both.
+    template <int HALF = 2> __device__ __forceinline__ bool is_finite() const {
         bool finite = true;
         #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk)
             #pragma unroll
-            for (int i = 0; i < CHUNK / 2; ++i) finite &= fabsf(sums[chunk][i]) < infinity();
+            for (int i = 0; i < CHUNK / 2; ++i)
+                if (HALF == 2 || i / 2 % 2 == HALF) finite &= fabsf(sums[chunk][i]) < infinity();
         return finite;
     }
     // Rounds the rows and stores them to an array of num_columns columns. `tile`: the tile's first
