@@ -22,7 +22,7 @@ PACKAGE = Path(cache.__file__).parents[1]
 
 # The libraries are imported before: they ask for the system as they load.
 LESS = """
-import os, pkgutil, platform, subprocess, sys, tempfile
+import os, pkgutil, platform, shutil, subprocess, sys, tempfile
 import filelock, numpy as np, platformdirs
 platform.platform()
 for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "cupy"):
@@ -30,6 +30,7 @@ for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "cupy"):
 for name in ("fork", "getuid", "getppid", "killpg", "setsid", "uname",
              "sched_getaffinity", "register_at_fork"):
     vars(os).pop(name, None)
+shutil.which = lambda *_: None  # else it asks Windows
 sys.platform = "win32"
 """
 # Those of other libraries aside.
