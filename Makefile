@@ -1,4 +1,4 @@
-# make demo    train a small language model with cuflash, about a minute
+# make demo    train a small transformer to sort words, under a minute
 # make test    what finds most faults of a change, five minutes
 # make test-all  all tests that this machine can run, half an hour
 # make fuzz    random problems on the emulator, ten minutes

@@ -89,8 +89,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: the reference imports SciPy, which takes longer
-    # than the rest of cuflash.
+    # Imported on first use: 31 modules that few programs need.
     if name == "reference":
         import cuflash.reference
 

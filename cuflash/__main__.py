@@ -1,20 +1,20 @@
-"""``python -m cuflash info | compile | warmup``."""
+"""``python -m cuflash info | check | compile | warmup``."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
-import platform
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib import metadata
 from typing import Any, get_args
 
 from cuflash import __version__, folders, settings
 from cuflash.build import cache, nvrtc, warmup
+from cuflash.check import machine
 from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plans import tiles
 from cuflash.plans.plan import (
@@ -40,6 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, devices, folders and settings")
+    checking = commands.add_parser(
+        "check",
+        help="run calls of every kernel family on this machine's GPU, beside"
+        " exact results, and print what a bug report needs",
+    )
+    checking.add_argument(
+        "--device", type=int, metavar="N", help="the GPU (default: 0)"
+    )
+    checking.add_argument(
+        "--quick", action="store_true", help="fewer calls and kernels"
+    )
+    checking.add_argument(
+        "--json", action="store_true", help="print the report as JSON"
+    )
     compiling = commands.add_parser(
         "compile",
         help="compile every default plan (no GPU needed) and print each"
@@ -52,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         " the Hopper kernels need (default: %(default)s)",
     )
     for command in (
+        checking,
         compiling,
         commands.add_parser(
             "warmup", help="compile every default plan for this machine's GPUs"
@@ -60,13 +75,20 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument(
             "--jobs",
             type=int,
-            default=_num_cpus(),
+            default=machine.num_cpus(),
             help="kernels compiled at a time (default: the number of CPUs)",
         )
     options = parser.parse_args(arguments)
+    _print_anything()
     try:
         if options.command == "info":
             return info()
+        if options.command == "check":
+            from cuflash.check.command import check  # imports the reference
+
+            return check(
+                options.device, options.quick, options.json, options.jobs
+            )
         if options.command == "compile":
             archs = [arch.strip() for arch in options.arch.split(",")]
             return compile_for(archs, options.jobs)
@@ -79,10 +101,13 @@ def main(arguments: list[str] | None = None) -> int:
         return STOPPED
 
 
-def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _print_anything() -> None:
+    """Escape what the output's encoding lacks, such as a folder's name.
+
+    Windows gives a pipe and a file the encoding of its code page.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _kernels(device: Device) -> list[KernelPlan]:
@@ -188,8 +213,8 @@ def _device_of_arch(arch: str) -> Device:
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
     if not _kernels(device):
         raise UnsupportedError(
-            f"--arch got {arch!r}, expected sm_80 or newer: the default"
-            " plans are for float16 and bfloat16"
+            f"--arch got {arch!r}, expected sm_75 or newer, which have"
+            " default plans"
         )
     return device
 
@@ -272,18 +297,7 @@ def info() -> int:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    yield "cuflash", __version__
-    yield "Python", f"{platform.python_version()} on {platform.platform()}"
-    for package in ("numpy", "scipy", "ml_dtypes"):
-        yield package, _version(package)
-    cupys = [f"cupy-cuda{n}x" for n in (13, 12)] + ["cupy"]
-    versions = [f"{_version(c)} ({c})" for c in cupys if _version(c)]
-    yield "CuPy", ", ".join(versions) or "not installed"
-    yield "cuda-bindings", _version("cuda-bindings") or "not installed"
-    try:
-        yield "NVRTC", nvrtc.version()
-    except CuflashError as error:
-        yield "NVRTC", str(error)
+    yield from machine.versions()
     yield "NumPy arrays", "run on the CPU: " + ", ".join(DTYPES)
     try:
         names = warmup.gpus()
@@ -313,6 +327,7 @@ def _emulator() -> str:
     from cuflash.backends.emulator import runtime
 
     try:
+        runtime.check_system()
         return f"compiles with {' '.join(runtime.host_compiler())}"
     except CuflashError as error:
         return str(error)
@@ -327,13 +342,6 @@ def _setting(name: str) -> str:
     except CuflashError:
         return f"{text} (unknown: expected {settings.expected(name)})"
     return text
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _abilities(index: int) -> str:

@@ -439,11 +439,16 @@ class Dual(NDArrayOperatorsMixin):
         """Return bools, integers or reals.
 
         An integer of a real is rounded towards 0; 0 if 64 bits do not hold it.
+        Integers that are cut to 32 bits wrap; what follows has 64 again.
         """
-        kind = np.dtype(dtype).kind
+        kind, size = np.dtype(dtype).kind, np.dtype(dtype).itemsize
         if kind == "b":
             return Dual(self.value != 0)
-        if kind in "iu":
+        if kind == "u" or (kind == "i" and size < 4):
+            raise TypeError(f"{np.dtype(dtype)} wraps: write x.astype(int)")
+        if kind == "i":
+            if self.value.dtype.kind == "i":
+                return Dual(self.value.astype(dtype))
             held = np.abs(self.value) < 2.0**63  # False for NaN
             return Dual(np.where(held, self.value, 0).astype(np.int64))
         return Dual(self.value.astype(np.float64), self.slopes, self.bends)
@@ -494,19 +499,20 @@ def _apply(ufunc: np.ufunc, *inputs: Dual) -> Dual:
         return Dual(y, taken.slopes, taken.bends)
     if ufunc in _FLAT or not any(x.slopes for x in inputs):
         return Dual(y)
-    if ufunc not in _SLOPES:
+    slopes_of = _SLOPES.get(ufunc) or _SCIPYS.get(ufunc.__name__)
+    if slopes_of is None:
         raise TypeError(f"np.{ufunc.__name__} has no derivative here")
-    factors = _SLOPES[ufunc](y, *values)
+    factors = slopes_of(y, *values)
     slopes: dict[Any, np.ndarray] = {}
     for x, factor in zip(inputs, factors, strict=True):
         for seed, slope in x.slopes.items():
             term = np.where(np.equal(factor, 0), 0.0, factor * slope)
             slopes[seed] = slopes.get(seed, 0.0) + term
-    return Dual(y, slopes, _bends(ufunc, y, values, inputs, slopes))
+    return Dual(y, slopes, _bends(slopes_of, y, values, inputs, slopes))
 
 
 def _bends(
-    ufunc: np.ufunc,
+    slopes_of: Callable[..., tuple[Any, ...]],
     y: Any,
     values: list[Any],
     inputs: tuple[Dual, ...],
@@ -526,7 +532,7 @@ def _bends(
         )
         for x, dual in zip(values, inputs, strict=True)
     ]
-    factors = _SLOPES[ufunc](Dual(y, {MOTION: slopes[MOTION]}), *moving)
+    factors = slopes_of(Dual(y, {MOTION: slopes[MOTION]}), *moving)
     bends: dict[Any, np.ndarray] = {}
     for x, factor in zip(inputs, map(_dual, factors), strict=True):
         for seed in (x.slopes | x.bends).keys() - {MOTION}:
@@ -590,12 +596,17 @@ _FLAT = _OF_BOOLS | {
 
 
 def _power_slopes(y: Any, x: Any, n: Any) -> tuple[Any, Any]:
-    """Return n x^(n-1) and x^n log(x), 0 where n or x^n is 0."""
+    """Return n x^(n-1) and x^n log(x), 0 where n or x^n is 0.
+
+    Where n is 0, the first still moves with n, by x^(n-1).
+    """
     x, n = x * 1.0, n * 1.0
-    of_x = np.where(n == 0, 0.0, n * x ** (n - 1))
+    below = x ** (n - 1)
+    of_x = np.where((n == 0) & ~np.isfinite(below), 0.0, n * below)
     return of_x, np.where(y == 0, 0.0, y * np.log(x))
 
 
+_ERROR = 2 / np.sqrt(np.pi)
 # The derivatives of y = f(x, ...) with respect to each argument.
 _SLOPES: dict[np.ufunc, Callable[..., tuple[Any, ...]]] = {
     np.positive: lambda y, x: (1.0,),
@@ -626,4 +637,9 @@ _SLOPES: dict[np.ufunc, Callable[..., tuple[Any, ...]]] = {
     np.sinh: lambda y, x: (np.cosh(x),),
     np.cosh: lambda y, x: (np.sinh(x),),
     np.tanh: lambda y, x: (1 - y * y,),
+}
+# The same of SciPy's functions, by name: NumPy has none of these.
+_SCIPYS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "erf": lambda y, x: (_ERROR * np.exp(-x * x),),
+    "erfc": lambda y, x: (-_ERROR * np.exp(-x * x),),
 }

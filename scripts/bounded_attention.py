@@ -13,39 +13,15 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from cuflash.check.bounds import (
+    ARITHMETIC,
+    EXP,
+    PER_TILE,
+    SMALLEST_BLOCK,
+    Arithmetic,
+)
+
 ROWS = 1024  # of scores in a chunk
-EXP = 4  # error of exp and exp2 in units of u: 2 ulp
-PER_TILE, SMALLEST_BLOCK = 6, 16  # roundings per key tile
-
-
-class Arithmetic(NamedTuple):
-    """The relative errors of an arithmetic's operations.
-
-    Attributes
-    ----------
-    unit : float
-        Rounding to nearest, u.
-    step : float
-        Per term of a matmul, relative to the sum of all terms' magnitudes.
-        tf32x3: three sums of 16 truncations, eight terms each.
-    split : float
-        Of splitting operands into tf32 parts, relative to the same sum.
-    """
-
-    unit: float
-    step: float
-    split: float = 0.0
-
-    def product(self, length: int) -> float:
-        """Return the relative error of a sum of that many products."""
-        return length * self.step + self.split
-
-
-ARITHMETIC = {
-    "float32": Arithmetic(2.0**-24, 2.0**-24),
-    "float64": Arithmetic(2.0**-53, 2.0**-53),
-    "tf32x3": Arithmetic(2.0**-24, 3 * 16 * 2.0**-23 / 8, 2.0**-21),
-}
 
 
 class Results(NamedTuple):

@@ -7,15 +7,15 @@ wheel is built from the sdist, which tests both.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-import venv
 from pathlib import Path
+
+from fresh_environment import Failed, make_venv, run, step
+from use_wheel import use_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +36,16 @@ try:
 except cuflash.CompileError as error:
     print(f"kernels are not emulated: {error}")
 print(f"cuflash {cuflash.__version__} in {cuflash.__path__[0]}")
+"""
+
+# An index refuses what it does not know.
+CLASSIFIERS = """
+import email, sys, trove_classifiers, zipfile
+archive = zipfile.ZipFile(sys.argv[1])
+(name,) = (x for x in archive.namelist() if x.endswith("/METADATA"))
+metadata = email.message_from_bytes(archive.read(name))
+unknown = set(metadata.get_all("Classifier")) - trove_classifiers.classifiers
+sys.exit(f"unknown classifiers: {unknown}" if unknown else 0)
 """
 
 # The types that a user's mypy sees.
@@ -89,15 +99,13 @@ def main() -> int:
     return 0
 
 
-class Failed(Exception):
-    """A step failed; the message is one line."""
-
-
 def check(folder: Path, dist: Path | None) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     step("build")
-    python = make_venv(folder / "builds", "build")
+    python = make_venv(
+        folder / "builds", "build", "twine", "trove-classifiers"
+    )
     build = ("-m", "build", "-o", folder / "dist", copy_of_tree(folder))
     run(python, *build, quiet=True)
     (sdist,) = (folder / "dist").glob("*.tar.gz")
@@ -107,11 +115,13 @@ def check(folder: Path, dist: Path | None) -> None:
         for path in (sdist, wheel):
             shutil.copy(path, dist)
     print(f"{sdist.name} and {wheel.name}")
+    run(python, "-m", "twine", "check", "--strict", sdist, wheel)
+    run(python, "-c", CLASSIFIERS, wheel)
 
     step("install the wheel and use it")
+    use_wheel(wheel, folder / "alone")
     python = make_venv(folder / "uses", f"{wheel}[test,scripts]", "mypy")
     run(python, "-c", USE, cwd=elsewhere)
-    run(python, "-m", "cuflash", "info", cwd=elsewhere)
     run(python, "-m", "cuflash", "--version", cwd=elsewhere)
     run(python, "-m", "pip", "check", cwd=elsewhere)
 
@@ -140,10 +150,6 @@ def check(folder: Path, dist: Path | None) -> None:
     run(*pytest, *SDIST_TESTS, cwd=unpacked)
 
 
-def step(what: str) -> None:
-    print(f"-- {time.strftime('%H:%M:%S')} {what}", flush=True)
-
-
 def copy_of_tree(folder: Path) -> Path:
     """Return the files that git tracks or would add, without build outputs."""
     listed = subprocess.run(
@@ -161,45 +167,6 @@ def copy_of_tree(folder: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
     return folder / "tree"
-
-
-def make_venv(folder: Path, *packages: object) -> Path:
-    """Return the Python of a new environment with these packages."""
-    venv.create(folder, with_pip=True)
-    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    run(python, "-m", "pip", "install", "-q", *packages)
-    return python
-
-
-def run(
-    *command: object,
-    cwd: Path | None = None,
-    fails: bool = False,
-    quiet: bool = False,
-) -> str:
-    """Run a command and return its output; print it, unless `quiet`.
-
-    Raises
-    ------
-    Failed
-        If the command fails, or succeeds although `fails` is set.
-    """
-    ignored = ("PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV")
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={k: v for k, v in os.environ.items() if k not in ignored},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    wrong = (done.returncode != 0) != fails
-    if wrong or not quiet:
-        print(done.stdout, end="", flush=True)
-    if wrong:
-        words = " ".join(str(w) for w in command if "\n" not in str(w))
-        raise Failed(f"exit status {done.returncode} from {words}")
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Train a language model, and let it write with a KV cache and with drafts.
 
-Trains a model of the kind that scripts/demo.py trains, but on pieces as long
-as the text that it is to write, then lets it continue a text three times: by
+Trains the transformer of scripts/demo.py to write the documentation of Python,
+character by character, then lets it continue a text three times: by
 cuflash.forward, where a pass sees the whole text so far; by
 cuflash.forward_kvcache, where a pass sees one new character; and so with
 drafts, where a pass checks a tree of eight characters that a table of n-grams
@@ -11,10 +11,10 @@ guessed. On the GPU through CuPy, or on the CPU through NumPy.
     python scripts/generate.py --quick     # seconds
     python scripts/generate.py --tokens 1000
 
-The pieces are that long because the model has one learned embedding per
-position; the demo's own model is not stored. All draw characters with the
-same random numbers; attention is in float32, so that rounding almost never
-changes which character is drawn. The exit status is 1 if the texts differ.
+It trains on pieces as long as the text that it is to write, because it has one
+learned embedding per position. All draw characters with the same random
+numbers; attention is in float32, so that rounding almost never changes which
+character is drawn. The exit status is 1 if the texts differ.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def show_speed(whole, cached, drafted, console):
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(
-        description="Train a language model like the demo's, and let it write "
+        description="Train a small language model, and let it write "
         "with and without a KV cache, and with drafts."
     )
     parser.add_argument(

@@ -101,6 +101,19 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [i for i in items if not i.get_closest_marker("gpu")]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skip a test that meets the emulator on a system without one."""
+    from cuflash.errors import UnsupportedError
+
+    try:
+        return (yield)
+    except UnsupportedError as error:
+        if str(error).startswith(skips.ONLY_ON_LINUX):
+            pytest.skip(str(error))
+        raise
+
+
 # Kernels emulated for new examples are not needed again: the nightly profile
 # keeps none, other profiles those used within a day.
 NIGHTLY = PROFILE == "nightly"

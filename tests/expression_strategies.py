@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
+from scipy import special
 
 DEPTH = 6
 
@@ -57,14 +58,17 @@ class Drawn:
         arguments = INDICES if self.role == "mask_mod" else ("score", *INDICES)
         named = ", ".join([*LENGTHS, *ARRAYS, *NUMBERS])
         text = f"lambda {', '.join(arguments)}, *, {named}: {self.text}"
-        space = {"np": np, "to_int": to_int, "to_real": to_real}
+        space = {
+            "np": np, "special": special, "to_int": to_int, "to_real": to_real
+        }  # fmt: skip
         return eval(text, space)
 
 
 # ---- The grammar: each draws the text of an expression of some kind ----
 
-_ROUNDED = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh",
-            "sin", "cos")  # fmt: skip
+_ROUNDED = ("np.exp", "np.exp2", "np.expm1", "np.log", "np.log2", "np.log10",
+            "np.log1p", "np.tanh", "np.sin", "np.cos", "special.erf",
+            "special.erfc")  # fmt: skip
 _OF_ONE = ("-{}", "abs({})", "np.sqrt({})", "np.floor({})", "np.ceil({})",
            "np.trunc({})", "np.rint({})", "np.sign({})",
            "np.square({})", "({}) ** 3")  # fmt: skip
@@ -148,8 +152,7 @@ class Grammar:
             return self.real(draw, depth - 1 - draw(st.integers(0, 1)))
 
         def rounded():
-            name = draw(st.sampled_from(_ROUNDED))
-            return f"np.{name}({x()})"
+            return f"{draw(st.sampled_from(_ROUNDED))}({x()})"
 
         several = (rounded, rounded) if self.rounded else ()
         return self.pick(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cuflash import folders, settings
+from cuflash import diagnosis, folders, settings
 from cuflash.backends import emulator
 from cuflash.errors import CuflashError, DTypeError, UnsupportedError
 from cuflash.request import options
@@ -106,11 +106,15 @@ def on_cuda() -> ModuleType:
         raise UnsupportedError(
             "arrays on a CUDA device need CuPy, which could not be "
             'imported: pip install "cuflash[cuda13]", or "cuflash[cuda12]" '
-            "for a CUDA 12 driver"
+            "for a CUDA 12 driver" + _and(diagnosis.two_cupys())
         ) from error
     except OSError as error:
         raise UnsupportedError(folders.why_no_cupy(error)) from error
     return cupy
+
+
+def _and(advice: str) -> str:
+    return f"; {advice}" if advice else ""
 
 
 def _to_cupy(cupy: ModuleType, name: str, array: Any) -> Any:

@@ -86,6 +86,13 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "implementation": (
         (_NONE, "the arrays' device decides which code runs"),
     ),
+    "stream": (
+        (
+            _NONE,
+            "a call runs on the current stream: write 'with stream:' around "
+            "it, or torch.cuda.stream(stream) for cuflash.torch",
+        ),
+    ),
     "op": ((_NONE, "the kernel is chosen by dtype and device"),),
     "output_dtype": ((_NONE, "out has the dtype of q"),),
     "out_b": (("more", "without a name: out_a, lse_a, out_b, lse_b, ..."),),
@@ -170,15 +177,11 @@ def _parameter(name: str, array: str) -> inspect.Parameter:
 def _keywords(
     like: Callable[..., Any], array: str
 ) -> dict[str, inspect.Parameter]:
-    """The keywords of a call, for arrays of another type.
-
-    Without functions, which calls of other libraries do not have so far.
-    """
-    traced = {x.name for x in table.TABLE if x.traced}
+    """The keywords of a call, for arrays of another type."""
     return {
         name: x.replace(annotation=array) if x.annotation == "Any" else x
         for name, x in inspect.signature(like).parameters.items()
-        if x.kind is x.KEYWORD_ONLY and name not in traced
+        if x.kind is x.KEYWORD_ONLY
     }
 
 

@@ -207,6 +207,7 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
 
     class JaxCacheOptions(
         KVCacheOptionsOf[jax.typing.ArrayLike, int | jax.typing.ArrayLike],
+        Traced,
         total=False,
     ):
         """Those of `cuflash.jax.forward_kvcache`."""

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,13 @@ from cuflash.build import nvrtc
 from cuflash.errors import UnsupportedError
 from cuflash.launch.structs import TensorMap
 from cuflash.plans import workspace
-from cuflash.plans.plan import Device, FamilyName, Plan, wanted_family
+from cuflash.plans.plan import (
+    OLDEST,
+    Device,
+    FamilyName,
+    Plan,
+    wanted_family,
+)
 from cuflash.request.layouts import Boxes
 
 Array: TypeAlias = cupy.ndarray
@@ -60,6 +67,7 @@ def flags_of(indices: Array, length: int) -> Array:
 # Arrays of libraries whose streams are not known, with an event after the
 # kernels that use them.
 _held: deque[tuple[Any, list[Array]]] = deque()
+_lock = threading.Lock()  # of `_held`
 
 
 def give_back(lent: Sequence[tuple[Any, Array]]) -> None:
@@ -81,8 +89,7 @@ def give_back(lent: Sequence[tuple[Any, Array]]) -> None:
     with cuda.Device(index):
         ours = cuda.get_current_stream()
         streams = {_owners_stream(x, index) for x, _ in lent} - {ours.ptr}
-        while _held and _held[0][0].done:
-            _held.popleft()
+        _let_go()
         # What a graph uses has to outlive the graph in any case.
         if not streams or (
             ours.ptr and cuda.runtime.streamIsCapturing(ours.ptr)
@@ -92,9 +99,18 @@ def give_back(lent: Sequence[tuple[Any, Array]]) -> None:
         event.record(ours)
         if None in streams:
             views = [y for x, y in lent if _owners_stream(x, index) is None]
-            _held.append((event, views))
+            with _lock:
+                _held.append((event, views))
         for stream in streams - {None}:
             cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+
+def _let_go() -> None:
+    """Hold no longer what the kernels are done with."""
+    done = []  # freed after the lock: that may run an owner's code
+    with _lock:  # else what another thread has looked at would be let go
+        while _held and _held[0][0].done:
+            done.append(_held.popleft())
 
 
 def _owners_stream(array: Any, index: int) -> int | None:
@@ -118,11 +134,10 @@ def device(index: int) -> Device:
     """The properties of the CUDA device `index`."""
     properties = cupy.cuda.runtime.getDeviceProperties(index)
     capability = 10 * properties["major"] + properties["minor"]
-    if capability < 75:
+    if capability < OLDEST:
         raise UnsupportedError(
             f"CUDA device {index} has compute capability {capability / 10};"
-            " cuflash needs 7.5 for float32 and float64, 8.0 for float16 and"
-            " bfloat16"
+            f" cuflash needs {OLDEST / 10}"
         )
     return Device(
         arch="sm_90a" if capability == 90 else f"sm_{capability}",
@@ -349,10 +364,16 @@ class Queue(CupyBackend):
         return read.raw
 
 
+_backends: dict[int, CupyBackend] = {}
+
+
 @functools.cache
 def backend(index: int) -> CupyBackend:
-    """The only backend of device `index`: it is a key of cached recipes."""
-    return CupyBackend(index)
+    """The only backend of device `index`: it is a key of cached recipes.
+
+    Of threads that make the first, all get one.
+    """
+    return _backends.setdefault(index, CupyBackend(index))
 
 
 def backend_of(array: Array) -> CupyBackend:

@@ -3,8 +3,8 @@
 The SHA-256 of each file's content is stored next to it and compared once per
 process: a truncated, empty or modified file is rebuilt.
 
-If the cache folder is not writable, a missing file is built in a temporary
-folder for this process only.
+If the cache folder is not writable, or its disk is full, a missing file is
+built in a temporary folder for this process only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -54,10 +56,24 @@ def kept(name: str, build: Callable[[Path], None]) -> Path:
     if _is_whole(path):
         return path
     try:
-        lock = _locked(path)
+        return _built(path, build)
     except (OSError, NotImplementedError) as error:
-        path = _instead_of(folders.cache_folder(), error) / name
-        lock = _locked(path)
+        first = last = error
+    for parent in _PARENTS:
+        try:
+            folder = _instead_of(path.parent, parent, first)
+            return _built(folder / name, build)
+        except OSError as error:
+            last = error
+    raise CompileError(
+        f"a compiled kernel cannot be written to {path.parent} ({first}), nor"
+        f" in a temporary folder ({last}); {folders.ADVICE} with free space"
+    ) from last
+
+
+def _built(path: Path, build: Callable[[Path], None]) -> Path:
+    """The file, built if it does not exist; OSError if it cannot be."""
+    lock = _locked(path)
     try:
         if not _is_whole(path):  # another process may have built it meanwhile
             _build(path, build)
@@ -103,32 +119,30 @@ def _cannot_keep(folder: Path, error: Exception) -> str:
     return f"compiled kernels cannot be kept in {folder} ({error})"
 
 
-_temporary: dict[Path, Path] = {}
+# Where a temporary folder may be: the system's choice, else memory.
+_PARENTS = (None, "/dev/shm")
+_temporary: dict[tuple[Path, str | None], Path] = {}
 _one_thread = threading.Lock()
 
 
-def _instead_of(folder: Path, error: Exception) -> Path:
-    """This process's temporary folder; warns when it is created."""
+def _instead_of(folder: Path, parent: str | None, error: Exception) -> Path:
+    """This process's temporary folder; the first one is warned of."""
     import tempfile  # here, to keep `import cuflash` fast
 
     with _one_thread:
-        if folder in _temporary:
-            return _temporary[folder]
-        try:
-            made = Path(tempfile.mkdtemp(prefix="cuflash_"))
-        except OSError as second:
-            raise CompileError(
-                f"{_cannot_keep(folder, error)}, nor in a temporary folder"
-                f" ({second}); {folders.ADVICE}"
-            ) from second
+        if (folder, parent) in _temporary:
+            return _temporary[folder, parent]
+        is_first = not any(known == folder for known, _ in _temporary)
+        made = Path(tempfile.mkdtemp(prefix="cuflash_", dir=parent))
         atexit.register(_remove, made, os.getpid())
-        _temporary[folder] = made
-    warnings.warn(
-        f"{_cannot_keep(folder, error)}: each process compiles its own into"
-        f" a temporary folder; {folders.ADVICE}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+        _temporary[folder, parent] = made
+    if is_first:
+        warnings.warn(
+            f"{_cannot_keep(folder, error)}: each process compiles its own"
+            f" into a temporary folder; {folders.ADVICE}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return made
 
 
@@ -144,19 +158,31 @@ def _build(path: Path, build: Callable[[Path], None]) -> None:
     made, digest = path.with_suffix(".new"), path.with_suffix(".new_sha256")
     try:
         build(made)
-        digest.write_text(_digest(made))
+        digest.write_text(_digest(made), encoding="ascii")
         # The file and the digest do not match until both are replaced.
-        os.replace(digest, _digest_file(path))
-        os.replace(made, path)
-    except OSError as error:  # such as a full disk
-        raise CompileError(
-            f"a compiled kernel cannot be written to {path.parent} ({error});"
-            f" {folders.ADVICE} with free space"
-        ) from error
+        _replace(digest, _digest_file(path))
+        _replace(made, path)
     finally:
         with contextlib.suppress(OSError):
             made.unlink(missing_ok=True)
             digest.unlink(missing_ok=True)
+
+
+_TRIES, _PAUSE = 50, 0.02  # seconds between
+
+
+def _replace(made: Path, path: Path) -> None:
+    """os.replace, which Windows refuses while either file is open.
+
+    A process that compares the digest, or a virus scanner, opens it briefly.
+    """
+    for _ in range(_TRIES if sys.platform == "win32" else 0):
+        try:
+            os.replace(made, path)
+            return
+        except PermissionError:
+            time.sleep(_PAUSE)
+    os.replace(made, path)
 
 
 def _is_whole(path: Path) -> bool:
@@ -168,7 +194,8 @@ def _is_whole(path: Path) -> bool:
             found.st_mtime_ns,
         )  # fmt: skip
         if key not in _checked:
-            if _digest_file(path).read_text() != _digest(path):
+            digest = _digest_file(path).read_text(encoding="ascii")
+            if digest != _digest(path):
                 return False
             _checked.add(key)
     except (OSError, UnicodeDecodeError):

@@ -10,6 +10,7 @@ kernel wait for this one compilation, then read the file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cuflash import diagnosis
 from cuflash.errors import CompileError
 
 from . import cache, source
@@ -117,7 +119,7 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()  # loads the library
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, OSError) as error:  # OSError: a DLL
         raise CompileError(
             "NVRTC, which compiles the kernels, was not found; install"
             " cuflash[cuda13] or cuflash[cuda12], whichever matches the"
@@ -182,8 +184,12 @@ def cubin_file(kernel: KernelPlan, arch: str) -> Path:
     key = repr((source.build(kernel), options(kernel, arch), version()))
     name = f"cuflash_{hashlib.sha256(key.encode()).hexdigest()[:40]}"
 
+    @functools.cache  # a full disk takes a second path
+    def cubin() -> bytes:
+        return _compile(kernel, arch)[0]
+
     def build(path: Path) -> None:
-        path.write_bytes(_compile(kernel, arch)[0])
+        path.write_bytes(cubin())
 
     return cache.kept(f"{name}.cubin", build)
 
@@ -228,10 +234,17 @@ def _load(kernel: KernelPlan, arch: str) -> Any:
     import cupy
 
     path = cubin_file(kernel, arch)
-    with _also_while_capturing():
-        module = cupy.RawModule(path=str(path))
-        loaded = module.get_function(kernel.entry)
-        loaded.max_dynamic_shared_size_bytes = kernel.shared_bytes
+    try:
+        with _also_while_capturing():
+            module = cupy.RawModule(path=str(path))
+            loaded = module.get_function(kernel.entry)
+            loaded.max_dynamic_shared_size_bytes = kernel.shared_bytes
+    except RuntimeError as error:  # such as CuPy's CUDADriverError
+        driver = cupy.cuda.runtime.driverGetVersion()
+        why = diagnosis.not_loaded(error, version(), driver)
+        if not why:
+            raise
+        raise CompileError(why) from error
     return loaded
 
 

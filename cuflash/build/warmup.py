@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuflash import folders, settings
+from cuflash import diagnosis, folders, settings
 from cuflash.errors import UnsupportedError, ValueRangeError
 
 from . import cache
@@ -70,8 +70,8 @@ def remember_default_compiles() -> None:
     _stamp().touch()
 
 
-def _may_have_gpu() -> bool:
-    """Whether the files of CuPy and of a GPU's driver exist."""
+def may_have_driver() -> bool:
+    """Whether the files of a GPU's driver exist, and its GPUs are visible."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     if sys.platform == "win32":
@@ -79,7 +79,12 @@ def _may_have_gpu() -> bool:
         drivers = [os.path.join(system, "System32", "nvcuda.dll")]
     else:
         drivers = ["/dev/nvidiactl", "/dev/dxg"]  # the latter under WSL
-    return any(map(os.path.exists, drivers)) and _cupy() is not None
+    return any(map(os.path.exists, drivers))
+
+
+def _may_have_gpu() -> bool:
+    """Whether the files of CuPy and of a GPU's driver exist."""
+    return may_have_driver() and _cupy() is not None
 
 
 def _cupy() -> Path | None:
@@ -124,6 +129,8 @@ def _start_child() -> subprocess.Popen | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # A program without a console would get one, on Windows.
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
     except OSError:  # no process: kernels are compiled on first use
         return None
@@ -150,19 +157,24 @@ def gpus() -> list[str]:
     """
     try:
         import cupy
-
-        runtime = cupy.cuda.runtime
+    except (ImportError, OSError) as error:
+        raise UnsupportedError(diagnosis.no_cupy(error)) from error
+    runtime = cupy.cuda.runtime
+    try:
         return [
             runtime.getDeviceProperties(index)["name"].decode()
             for index in range(runtime.getDeviceCount())
         ]
-    except ImportError as error:
-        raise UnsupportedError(
-            "CuPy, which cuflash needs for a GPU, cannot be imported; install"
-            " cuflash[cuda13] or cuflash[cuda12], whichever matches the"
-            f" driver ({error})"
-        ) from error
-    except OSError as error:
-        raise UnsupportedError(folders.why_no_cupy(error)) from error
     except RuntimeError as error:
-        raise UnsupportedError(f"no CUDA device ({error})") from error
+        numbers = map(_number, ("driverGetVersion", "runtimeGetVersion"))
+        raise UnsupportedError(diagnosis.no_device(error, *numbers)) from error
+
+
+def _number(name: str) -> int:
+    """A version of CUDA; 0 if it cannot be asked."""
+    import cupy
+
+    try:
+        return int(getattr(cupy.cuda.runtime, name)())
+    except (AttributeError, RuntimeError):
+        return 0

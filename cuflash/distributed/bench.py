@@ -393,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
             cupy.cuda.runtime.getDevice()
         )
         report = {"gpu": properties["name"].decode(), "cells": found}
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)
             file.write("\n")
     return 0

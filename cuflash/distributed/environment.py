@@ -15,6 +15,7 @@ from cuflash.errors import GroupError, UnsupportedError
 from .group import DEFAULT_TIMEOUT, Group
 from .mpi import MpiGroup
 from .nccl import NcclGroup, unique_id
+from .nccl_library import library as find_library
 
 
 class Process(NamedTuple):
@@ -102,6 +103,7 @@ def group_from_environment(
     devices = count_devices()
     if not devices:
         return MpiGroup(timeout=timeout)
+    find_library(library)  # a rank without NCCL would wait for rank 0's id
     import cupy
 
     cupy.cuda.Device(own.local % devices).use()
@@ -159,7 +161,9 @@ def _file() -> Path:
     """
     parent = os.getppid()
     try:
-        stat = Path(f"/proc/{parent}/stat").read_text()
+        stat = Path(f"/proc/{parent}/stat").read_text(
+            encoding="utf-8", errors="replace"
+        )
         since = stat.rpartition(")")[2].split()[19]
     except OSError:
         since = "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -147,7 +148,12 @@ def library(name: str | None = None) -> Library:
                 return kind()
             except ImportError as error:
                 reasons.append(f"{each}: {error}")
+    advice = (
+        'pip install "cuflash[nccl13]", or "cuflash[nccl12]" for a CUDA 12 '
+        "driver"
+    )
+    if sys.platform == "win32":
+        advice = "Windows has none: use WSL 2, or one GPU"
     raise UnsupportedError(
-        f"NCCL was not found ({'; '.join(reasons)}): pip install "
-        '"cuflash[nccl13]", or "cuflash[nccl12]" for a CUDA 12 driver'
+        f"NCCL was not found ({'; '.join(reasons)}): {advice}"
     )

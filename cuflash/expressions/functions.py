@@ -8,6 +8,7 @@ intervals of them (intervals.cuh).
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cuflash.expressions import nodes
+from cuflash.expressions import error_function, nodes
 from cuflash.expressions.nodes import Kind, Node, constant
 
 Partials = Callable[[Node, tuple[Node, ...]], tuple[Node | None, ...]]
@@ -152,6 +153,14 @@ def _by(function: Callable[[Node, Node], Node]) -> Partials:
     return lambda y, args: (function(y, args[0]),)
 
 
+def _of_error(factor: float) -> Partials:
+    """factor exp(-x^2), 2 / sqrt(pi) of erf."""
+    return _by(lambda y, x: apply(
+        "multiply", constant(factor),
+        apply("exp", apply("negative", apply("multiply", x, x))),
+    ))  # fmt: skip
+
+
 _LN2 = float(np.log(2.0))
 _LN10 = float(np.log(10.0))
 
@@ -186,6 +195,14 @@ _REALS = (
         "tanh", np.tanh, "real", (),
         _by(lambda y, x: apply(
             "subtract", constant(1.0), apply("multiply", y, y))),
+    ),
+    Function(
+        "erf", error_function.erf, "real", ("special_erf",),
+        _of_error(2 / math.sqrt(math.pi)),
+    ),
+    Function(
+        "erfc", error_function.erfc, "real", ("special_erfc",),
+        _of_error(-2 / math.sqrt(math.pi)),
     ),
     Function(
         "sqrt", _quiet(np.sqrt), "real", (),

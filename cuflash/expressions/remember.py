@@ -313,7 +313,7 @@ class _Content:
                 return Same(value)
             own = all_of(value)
         elif kind is ModuleType:
-            own = vars(value)
+            own = dict(vars(value))  # another thread may import into it
         else:
             own = self._of_instance(kind, value)
         items = self._several(value, depth) if isinstance(value, tuple) else ()

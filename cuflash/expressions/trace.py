@@ -10,6 +10,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import math
 import os
 import sys
 import threading
@@ -30,6 +31,7 @@ from cuflash.expressions.functions import (
     converted,
 )
 from cuflash.expressions.nodes import INDICES, LENGTHS, SCORE, Kind, Node
+from cuflash.expressions.ranges import fits_int32
 from cuflash.expressions.remember import Same, fingerprint
 
 # A graph of more nodes is a loop that its author did not mean to unroll.
@@ -116,6 +118,12 @@ _IF = (
 # ---- Symbols ----
 
 
+class Several:
+    """What holds several traced values, along axes (rows.py)."""
+
+    __slots__ = ()
+
+
 class Symbol:
     """A traced value: a score, an index, a number, or what follows."""
 
@@ -153,6 +161,8 @@ class Symbol:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Symbol:
+        if any(isinstance(x, Several) for x in args):
+            return NotImplemented
         name = function.__name__.strip("_")
         told = {
             x: y for x, y in (kwargs or {}).items()
@@ -200,7 +210,7 @@ class Symbol:
 
     def astype(self, dtype: Any, *_: Any, **__: Any) -> Symbol:
         """The value as a bool, an int (truncated) or a real."""
-        return Symbol(_as_kind(self.node, _kind_of_dtype(dtype)))
+        return Symbol(_as_dtype(self.node, dtype))
 
     def to(self, *args: Any, **named: Any) -> Symbol:
         """As `astype`; a device changes nothing."""
@@ -214,8 +224,8 @@ class Symbol:
         return self
 
     def int(self) -> Symbol:
-        """As ``astype(int)``."""
-        return Symbol(_as_kind(self.node, "int"))
+        """PyTorch's: as ``astype(numpy.int32)``."""
+        return self.astype("int32")
 
     def float(self) -> Symbol:
         """As ``astype(float)``."""
@@ -234,23 +244,23 @@ class Symbol:
         return _called("~", "invert", (self,))
 
     def __floor__(self) -> Symbol:
-        return _called("math.floor", "floor", (self,)).int()
+        return _called("math.floor", "floor", (self,)).astype(int)
 
     def __ceil__(self) -> Symbol:
-        return _called("math.ceil", "ceil", (self,)).int()
+        return _called("math.ceil", "ceil", (self,)).astype(int)
 
     def __trunc__(self) -> Symbol:
-        return self.int()
+        return self.astype(int)
 
     def __round__(self, digits: Any = None) -> Symbol:
         if digits is not None:
             refuse("round() to digits", "write np.rint(x * 100) / 100")
-        return _called("round", "rint", (self,)).int()
+        return _called("round", "rint", (self,)).astype(int)
 
     # PyTorch's methods.
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _FUNCTIONS_AS_METHODS:
+        if name not in METHODS:
             raise AttributeError(
                 f"a traced value has no attribute {name!r}", name=name
             )
@@ -283,15 +293,19 @@ class Symbol:
 
     def _new(self, value: Any, named: Mapping[str, Any]) -> Symbol:
         dtype = named.get("dtype")
-        kind = self.node.kind if dtype is None else _kind_of_dtype(dtype)
-        return Symbol(_as_kind(node_of(value, "a new value"), kind))
+        dtype = self.dtype if dtype is None else dtype
+        return Symbol(_as_dtype(node_of(value, "a new value"), dtype))
 
 
 def _operator(symbol: str, name: str) -> tuple[Any, Any]:
     def forward(self: Symbol, other: Any) -> Any:
+        if isinstance(other, Several):
+            return NotImplemented
         return _called(symbol, name, (self, other))
 
     def reflected(self: Symbol, other: Any) -> Any:
+        if isinstance(other, Several):
+            return NotImplemented
         return _called(symbol, name, (other, self))
 
     return forward, reflected
@@ -308,6 +322,7 @@ _OPERATORS = (
     (">=", "ge", "greater_equal"), ("==", "eq", "equal"),
     ("!=", "ne", "not_equal"),
 )  # fmt: skip
+OPERATORS = tuple(x for _, x, _ in _OPERATORS)
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 for _symbol, _short, _name in _OPERATORS:
     _forward, _reflected = _operator(_symbol, _name)
@@ -441,20 +456,39 @@ def node_of(value: Any, what: str) -> Node:
     )
 
 
-def _kind_of_dtype(dtype: Any) -> Kind:
-    name = str(dtype).rpartition(".")[2]
-    if dtype in (int, float, bool):
-        name = dtype.__name__
-    else:
-        try:
-            name = np.dtype(name if "." in str(dtype) else dtype).name
-        except TypeError:
-            name = "float" if "float" in name else name
+def _name_of_dtype(dtype: Any) -> str:
+    """NumPy's name of a dtype, which may be Python's, PyTorch's or JAX's."""
+    own = str(dtype).rpartition(".")[2]
+    for given in (dtype, own):
+        with contextlib.suppress(TypeError):
+            return np.dtype(given).name
+    return "float" if "float" in own else own
+
+
+def _as_dtype(node: Node, dtype: Any) -> Node:
+    """A node as a dtype's kind, if its values are the same there.
+
+    Ints have 64 bits, so those of fewer would not wrap as they do elsewhere.
+    Indices of PyTorch and JAX have 32: what 32 bits do not hold is wrapped,
+    and not what follows.
+    """
+    name = _name_of_dtype(dtype)
     if name.startswith(("complex", "object", "str", "datetime")):
         refuse(f"a conversion to {name}", "write x.astype(int) or float")
     if name.startswith("bool"):
-        return "bool"
-    return "int" if name.startswith(("int", "uint", "long")) else "real"
+        return _as_kind(node, "bool")
+    if not name.startswith(("int", "uint", "long")):
+        return _as_kind(node, "real")
+    if name.startswith("uint") or name in ("int8", "int16"):
+        refuse(
+            f"a conversion to {name}, which wraps, where ints have 64 bits",
+            "write x.astype(int), and x % 256 or the like to wrap",
+        )
+    whole = _as_kind(node, "int")
+    if name == "int32" and node.kind == "int" and not fits_int32(whole):
+        bits = nodes.constant(32)
+        whole = apply("right_shift", apply("left_shift", whole, bits), bits)
+    return whole
 
 
 def _is_device(value: Any) -> bool:
@@ -532,13 +566,13 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
         factor = nodes.constant(1.0 if name == "reciprocal" else np.pi / 180)
         operation = "divide" if name == "reciprocal" else "multiply"
         return _limited(apply(operation, factor, x))
-    elif name in ("relu", "rsqrt", "sigmoid"):
+    elif name in _COMPOSED and len(operands) == 1:
         return _limited(_composed(name, operands[0]))
     elif name not in BY_UFUNC:
         refuse(
             f"{words} cannot be recorded",
             "expressions know +, -, *, /, //, %, **, comparisons, &, |, ~,"
-            " << and >>, and of NumPy's functions "
+            " << and >>, and of NumPy's and SciPy's functions "
             + ", ".join(sorted({x.name for x in BY_UFUNC.values()} - _OURS)),
         )
     row = BY_UFUNC[name]
@@ -572,15 +606,48 @@ def _check_kinds(words: str, name: str, operands: list[Node]) -> None:
         )
 
 
+_COMPOSED = (
+    "relu", "rsqrt", "sigmoid", "silu", "softplus", "log_sigmoid",
+    "logsigmoid",
+)  # fmt: skip
+
+
 def _composed(name: str, x: Node) -> Node:
     if name == "relu":
         return apply("maximum", x, nodes.constant(0))
-    one = nodes.constant(1.0)
+    one, half = nodes.constant(1.0), nodes.constant(0.5)
     if name == "rsqrt":
         return apply("divide", one, apply("sqrt", x))
-    half = nodes.constant(0.5)
+    if name in ("log_sigmoid", "logsigmoid"):
+        return apply("negative", _softplus(apply("negative", x)))
+    if name == "softplus":
+        return _softplus(x)
     tanh = apply("tanh", apply("multiply", half, x))
-    return apply("add", half, apply("multiply", half, tanh))
+    sigmoid = apply("add", half, apply("multiply", half, tanh))
+    return apply("multiply", x, sigmoid) if name == "silu" else sigmoid
+
+
+def _softplus(x: Node) -> Node:
+    """log(1 + exp(x)), of which no exponential overflows."""
+    below = apply("less_equal", x, nodes.constant(0.0))
+    size = apply("where", below, x, apply("negative", x))
+    rest = apply("log1p", apply("exp", size))
+    return apply("where", below, rest, apply("add", x, rest))
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    """PyTorch's: x / 2 erfc(-x / sqrt(2)), or the same by tanh."""
+    half = 0.5 * x
+    if approximate == "none":
+        operand = (-math.sqrt(0.5) * x,)
+        return half * _called("torch.gelu", "erfc", operand)
+    if approximate != "tanh":
+        refuse(
+            f"torch.gelu with approximate={approximate!r}",
+            'write approximate="none" or "tanh"',
+        )
+    operand = (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x),)
+    return half + half * _called("torch.gelu", "tanh", operand)
 
 
 def _power(words: str, x: Node, exponent: Node) -> Node:
@@ -606,6 +673,12 @@ def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
     name = words.rpartition(".")[2].strip("_")
     if name in ("clip", "clamp") and keywords.keys() <= _BOUNDS.keys():
         return _clip(*args, **{_BOUNDS[x]: y for x, y in keywords.items()})
+    if name == "div" and keywords.get("rounding_mode") == "floor":
+        return _called(words, "floor_divide", tuple(args))
+    if name == "masked_fill" and len(args) == 3:
+        return _called_with("torch.where", (args[1], args[2], args[0]), {})
+    if name == "gelu" and keywords.keys() <= {"approximate"}:
+        return _gelu(*args, **keywords)
     if keywords:
         refuse(
             f"{words} with {', '.join(keywords)} cannot be recorded",
@@ -648,14 +721,15 @@ def _method(name: str, x: Symbol, *args: Any, **keywords: Any) -> Symbol:
 
 
 _CONVERSIONS = {
-    "bool": "bool", "long": "int", "short": "int", "double": "float",
-    "half": "float", "bfloat16": "float",
+    "bool": "bool", "long": "int", "short": "int16", "char": "int8",
+    "byte": "uint8", "double": "float", "half": "float", "bfloat16": "float",
 }  # fmt: skip
-_FUNCTIONS_AS_METHODS = frozenset(
+METHODS = frozenset(
     (
         *BY_UFUNC, *LOGICAL, *_METHODS, *_CONVERSIONS,
         *("clip", "clamp", "square", "reciprocal", "relu", "rsqrt"),
-        *("sigmoid", "where", "type"),
+        *("masked_fill", "div", "sigmoid", "where", "type", "to", "astype"),
+        *("int", "float"),
     )
 )  # fmt: skip
 
@@ -819,6 +893,11 @@ def _result(result: Any, role: str, at: str) -> Node:
         )
     if isinstance(result, (np.generic, np.ndarray)) and result.ndim == 0:
         result = result.item()
+    if isinstance(result, Several):
+        raise ExpressionError(
+            f"{at}: it returns several values, expected {wanted}: read one of"
+            " them, x[0], or write x.sum(-1), x.any(-1)"
+        )
     if not isinstance(result, Symbol) and not nodes.is_number(result):
         raise ExpressionError(
             f"{at}: its result is {in_words(result)}, expected {wanted} made"

@@ -120,7 +120,8 @@ def _kvcache_rule(
     ]
     moved = {x for x, each in zip(names, mapped, strict=True) if each}
     joins = _PLACES.isdisjoint(names) and _SHARED.isdisjoint(moved)
-    if not joins or not is_folded(names, mapped, False, ()):
+    of_batch = functions.of_batch(dict(params["asked"]))
+    if not joins or not is_folded(names, mapped, of_batch, ()):
         results = _one_by_one(bind, front, mapped)
         return results, [0] * len(results)
     size = front[mapped.index(True)].shape[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.scipy import special
 
 from cuflash.expressions import nodes
 from cuflash.expressions.nodes import Node
@@ -47,13 +48,21 @@ def evaluate(
             found[node] = node.value
         elif node.op == "to_real":
             found[node] = jnp.asarray(args[0]).astype(wide)
+        elif _is_cut(node):
+            found[node] = found[node.args[0].args[0]]
         else:
-            found[node] = _FUNCTIONS.get(node.op, _named(node.op))(*args)
+            function = _FUNCTIONS.get(node.op) or getattr(jnp, node.op)
+            found[node] = function(*args)
     return found[root]
 
 
-def _named(name: str) -> Callable[..., Any]:
-    return getattr(jnp, name, None) or _FUNCTIONS[name]
+def _is_cut(node: Node) -> bool:
+    """Whether an int is cut to 32 bits, by shifts: here all have 32."""
+    several = (node, *node.args[:1])
+    names = [x.op for x in several]
+    return names == ["right_shift", "left_shift"] and all(
+        nodes.same_constant(x.args[1], 32) for x in several
+    )
 
 
 def _gathered(array: Any, indices: Sequence[Any]) -> Any:
@@ -97,6 +106,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "left_shift": _shifted(jnp.left_shift),
     "right_shift": _shifted(jnp.right_shift),
     "to_int": _to_int,
+    "erf": special.erf,
+    "erfc": special.erfc,
     # Of equal operands the first one's branch is taken.
     "minimum": lambda a, b: jnp.where(a <= b, a, b),
     "maximum": lambda a, b: jnp.where(a >= b, a, b),

@@ -11,9 +11,10 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
-from cuflash.errors import ExpressionError
+from cuflash.errors import ExpressionError, ValueRangeError
 from cuflash.expressions import nodes, trace
 from cuflash.expressions.nodes import Kind, Node
 from cuflash.request import traced
@@ -59,6 +60,7 @@ def take(
         return {}
     for name, x in own.items():
         check_array(name, x)
+        own[name] = _as_held(name, x)
     named = {traced.name_of(x): y for x, y in own.items()}
     operands = Operands(named)
     unread = {*named, *numbers}
@@ -79,10 +81,35 @@ def take(
     return found
 
 
+def take_whole(options: dict[str, Any], wide: Any) -> dict[str, Any]:
+    """`take` of options with all of `mod_arrays`, which is parted first."""
+    arrays: dict[str, Any] = {}
+    if "mod_arrays" in options:
+        options["mod_arrays"], arrays = traced.parted(options["mod_arrays"])
+    return take(options, arrays, wide)
+
+
 def wide_of(q: Any) -> np.dtype:
     """The dtype of scores."""
     is_double = getattr(q, "dtype", None) == np.float64
     return np.dtype("float64" if is_double else "float32")
+
+
+def _as_held(name: str, array: Any) -> Any:
+    """An array of NumPy's as JAX holds it: ints have 32 bits without x64."""
+    if not isinstance(array, np.ndarray):
+        return array
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype == array.dtype:
+        return array
+    found = array.astype(dtype)
+    if not np.array_equal(found, array):
+        raise ValueRangeError(
+            f"{name} has dtype {array.dtype} and numbers that {dtype} does not"
+            " hold, to which JAX would cut it: call"
+            ' jax.config.update("jax_enable_x64", True) first'
+        )
+    return found
 
 
 def _described(arrays: Mapping[str, Any]) -> tuple[tuple, ...]:

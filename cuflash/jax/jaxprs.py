@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -439,7 +440,6 @@ _CURE = (
 _CURES = {
     "while": "write a loop of Python, which is unrolled",
     "scan": "write a loop of Python, which is unrolled",
-    "erf": "write jax.nn.gelu's form with tanh, or a series",
     "random_bits": "put random numbers into an array of mod_arrays",
 }
 
@@ -450,6 +450,8 @@ def _rule(name: str) -> Callable[..., Node]:
 
 def _whole(name: Any, inner: Any) -> Any:
     """The operation that a function of JAX's is as a whole."""
+    if name == "sinc" and _is_of_jax(inner):
+        return _sinc
     known = {"floor_divide": "floor_divide", "remainder": "remainder"}
     avals = [x.aval for x in inner.jaxpr.invars] if name in known else []
     if len(avals) != 2 or any(x.shape for x in avals):
@@ -459,6 +461,12 @@ def _whole(name: Any, inner: Any) -> Any:
     if str(inner) != _text_of(name, dtypes, weak):
         return None
     return functools.partial(apply, known[name])
+
+
+def _is_of_jax(inner: Any) -> bool:
+    """Whether JAX's own code was traced, not a function of the same name."""
+    file = inner.jaxpr.debug_info.func_filename or ""
+    return file.startswith(os.path.join(os.path.dirname(jax.__file__), ""))
 
 
 @functools.cache
@@ -571,24 +579,32 @@ def _logaddexp(a: Node, b: Node) -> Node:
     return apply("where", apply("isnan", offset), apply("add", a, b), found)
 
 
-def _sinc_at_0(x: Node) -> Node:
-    """sin(x) / x at 0, the only place where jnp.sinc takes it.
+def _sinc(x: Node) -> Node:
+    """sin(p) / p for p = pi x; 0 at infinities, as in JAX 0.11.
 
-    Derivatives are right up to the fifth.
+    Where |p| < 1, 9 terms of its series, which have all derivatives: the
+    next is p^18 / 19!, below 1e-17.
     """
-    square = apply("multiply", x, x)
-    found = nodes.constant(1 / 120)
-    for term in (-1 / 6, 1.0):
-        found = apply(
-            "add", apply("multiply", found, square), nodes.constant(term)
-        )
-    return found
+    x = converted(x, "real")
+    p = apply("multiply", x, nodes.constant(math.pi))
+    square = apply("multiply", p, p)
+    near = nodes.constant(1.0 / math.factorial(17))
+    for i in range(7, -1, -1):
+        term = nodes.constant((-1.0) ** i / math.factorial(2 * i + 1))
+        near = apply("add", apply("multiply", near, square), term)
+    is_near = apply("less", square, nodes.constant(1.0))
+    other = apply("where", is_near, nodes.constant(1.0), p)
+    is_infinite = apply(
+        "equal", apply("absolute", x), nodes.constant(math.inf)
+    )
+    top = apply("where", is_infinite, nodes.constant(0.0), other)
+    far = apply("divide", apply("sin", top), other)
+    return apply("where", is_near, near, far)
 
 
 # Functions of JAX's that have their own derivative, and rules that have it.
 _OWN_DERIVATIVES: dict[str, Callable[..., Node]] = {
     "relu": _relu, "relu6": _relu6, "logaddexp": _logaddexp,
-    "_sinc_maclaurin": _sinc_at_0,
 }  # fmt: skip
 
 
@@ -601,7 +617,7 @@ _SAME = {
     "eq": "equal", "ne": "not_equal", "shift_left": "left_shift",
     "shift_right_arithmetic": "right_shift",
     **{x: x for x in ("exp", "exp2", "expm1", "log", "log1p", "tanh", "sqrt",
-                      "sin", "cos", "floor", "ceil")},
+                      "sin", "cos", "floor", "ceil", "erf", "erfc")},
 }  # fmt: skip
 _EACH: dict[str, Callable[..., Node]] = {
     **{x: _rule(y) for x, y in _SAME.items()},

@@ -18,7 +18,7 @@ from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.validate import kvcache as validate
 from cuflash.request.validate import kvcache_values
 
-from . import calls
+from . import calls, functions
 from .abstract import abstract_all
 from .arguments import equally_varying, with_int32
 from .calls import asked_of
@@ -116,7 +116,8 @@ def forward_kvcache(
     settings.check()
     named: dict[str, Any] = {x: y for x, y in options.items() if y is not None}
     numbers = {x: named.pop(x) for x in _STATIC if x in named}
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **named}
+    read = functions.take_whole(numbers, functions.wide_of(q))
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **named, **read}
     length = validate.length_or_array(given.pop("cache_seqlens", None))
     if length is not None and not validate.is_int(length):
         given["cache_seqlens"], length = length, None
@@ -149,8 +150,8 @@ def _bind(
         given["cache_seqlens"] = lengths
     given = with_int32(given)
     asked = asked_of(numbers, {})
-    traced = calls.kvcache(tuple(given), asked, return_lse)
-    _check_values(traced.check(abstract_all(given)), given)
+    made = calls.kvcache(tuple(given), asked, return_lse)
+    _check_values(made.check(abstract_all(given)), given)
     found = kvcache_p.bind(
         *equally_varying(list(given.values())),
         names=tuple(given), asked=asked, return_lse=call.return_lse,
@@ -161,7 +162,7 @@ def _bind(
         others[: call.return_lse] = [
             strip_lse(x, rank) for x in others[: call.return_lse]
         ]
-    results = dict(zip(traced.results, (out, *others), strict=True))
+    results = dict(zip(made.results, (out, *others), strict=True))
     for name, shape in shapes.items():
         if name in results:
             results[name] = results[name].reshape(shape)

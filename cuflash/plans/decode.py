@@ -15,12 +15,12 @@ from .kernel import Constant, Device, KernelPlan, Launch, Maker, Plan
 from .record import FamilyName
 from .rounding import ceil_div, round_up
 from .steps import (
-    LONGEST_RUN,
     MAX_OF_TENSOR_CORES,
     element,
     element_bytes,
     is_linear,
     is_packed,
+    longest_run,
     lse_bytes,
     main_kernel,
     padded_head_dims,
@@ -178,7 +178,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     14.4, 16 x 8,192 keys 130 and 125. Float8 keys are converted before use,
     so more warps pay: 16 x 8,192 keys take 66 us with twelve, 68 with eight
     and 70 with four; 64 x 8,192 keys of 64 columns 155 us with sixteen, 166
-    with eight and 171 with four.
+    with eight and 171 with four. Tiles of one stage, of GPUs without cp.async
+    and with 64 KiB of shared memory, may have any number.
     """
     _, dv = padded_head_dims(problem)
     rows = _block_q(problem)
@@ -189,7 +190,8 @@ def _fits(problem: Problem, tile: Tile) -> bool:
             warps = (4, 8, 16)
         elif few_heads:
             warps = (4, 8, 12)
-    return tile.block_q == rows and tile.num_warps in warps
+    of_warps = tile.num_warps in warps or tile.num_stages == 1
+    return tile.block_q == rows and of_warps
 
 
 def _block_q(problem: Problem) -> int:
@@ -217,27 +219,29 @@ def resident_blocks(
     if _is_narrow(tile, dv):
         registers = 168 if more and tile.num_warps < 16 else 128
     by_registers = 65536 // (tile.num_warps * 32 * registers)
-    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
-    return max(min(by_registers, by_shared), 1)
+    return max(min(by_registers, device.blocks_by_shared(shared)), 1)
 
 
 PART_TILES = 2  # what a part costs at its ends, in tiles of 128 keys
 
 
-def num_splits(problem: Problem, tile: Tile, resident: int) -> int:
+def num_splits(
+    problem: Problem, device: Device, tile: Tile, blocks_per_sm: int
+) -> int:
     """Into how many parts the keys of a row tile are cut.
 
     The blocks that run at once read at the same rate, so the time is the
     number of waves times the tiles of a part, plus what a part costs at its
-    ends. No warp of a part sums more than LONGEST_RUN keys.
+    ends. No warp of a part sums more keys than tensor cores may.
     """
     if problem.num_splits:
         return problem.num_splits
+    run = longest_run(device) * tile.num_warps
     return _best_splits(
         row_tiles(problem, tile.block_q),
         max(ceil_div(problem.seqlen_k, tile.block_k), 1),
-        ceil_div(problem.seqlen_k, LONGEST_RUN * tile.num_warps),
-        resident,
+        ceil_div(problem.seqlen_k, run),
+        device.num_sms * blocks_per_sm,
     )
 
 
@@ -290,7 +294,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("BALANCED", is_balanced(problem)),
         *cache_constants(problem),
     )  # fmt: skip
-    splits = num_splits(problem, tile, device.num_sms * blocks_per_sm)
+    splits = num_splits(problem, device, tile, blocks_per_sm)
     return split_plan(
         problem, device, "decode", tile, main, blocks_per_sm, splits
     )

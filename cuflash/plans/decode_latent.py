@@ -85,7 +85,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         part="_latent",
     )  # fmt: skip
     splits = decode.num_splits(
-        problem, replace(tile, num_warps=_KEY_WARPS), device.num_sms
+        problem, device, replace(tile, num_warps=_KEY_WARPS), 1
     )
     return decode.split_plan(
         problem, device, "decode_sm90", tile, main, 1, splits

@@ -56,7 +56,11 @@ def pays(problem: Problem, device: Device) -> bool:
     """
     widest = max(problem.head_dim, problem.head_dim_v)
     has_16_bits = element_bytes(problem) == 2
-    if has_16_bits and widest <= MAX_OF_TENSOR_CORES:
+    if (
+        has_16_bits
+        and widest <= MAX_OF_TENSOR_CORES
+        and device.multiplies(problem.dtype)
+    ):
         return False
     if is_short(problem) and rows_of_head(problem) <= _MOST_ROWS:
         return True
@@ -199,8 +203,7 @@ def _decode_blocks_per_sm(
     # 32 more: loads are moved ahead where there is room for them.
     registers = min(round_up(kept + _others(problem) + 32, 8), 255)
     by_registers = 65536 // (tile.num_warps * 32 * registers)
-    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
-    return max(min(by_registers, by_shared), 1)
+    return max(min(by_registers, device.blocks_by_shared(shared)), 1)
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
@@ -217,7 +220,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         *cache_constants(problem),
         part="_simt",
     )  # fmt: skip
-    splits = num_splits(problem, tile, device.num_sms * blocks_per_sm)
+    splits = num_splits(problem, device, tile, blocks_per_sm)
     return split_plan(
         problem, device, "decode_simt", tile, main, blocks_per_sm, splits
     )

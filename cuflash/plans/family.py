@@ -106,7 +106,7 @@ _OLDER: dict[FamilyName, tuple[FamilyName, ...]] = {
     "mma8_float32": ("fma",),
 }
 
-OLDEST_FOR_TF32X3 = 80  # compute capability
+OLDEST, OLDEST_FOR_TF32X3 = 75, 80  # compute capability
 
 
 def family_of(
@@ -153,17 +153,11 @@ def _has_kernels(problem: Problem, family: str) -> bool:
 def _family_of(
     problem: Problem, device: Device, wanted: FamilyName | None
 ) -> FamilyName:
-    needed = oldest_of_dtype(problem)
-    if device.capability < needed:
+    if device.capability < OLDEST:
         raise UnsupportedError(
             f"{problem.dtype} needs a GPU of compute capability"
-            f" {needed / 10} or newer, this one has"
+            f" {OLDEST / 10} or newer, this one has"
             f" {device.capability / 10} ({device.arch})"
-            + (
-                "; float32 and float64 run from 7.5 on"
-                if device.capability >= 75
-                else ""
-            )
         )
     if problem.precision:
         if device.capability < OLDEST_FOR_TF32X3:
@@ -187,6 +181,8 @@ def _family_of(
             f" {problem.head_dim} and head_dim_v {problem.head_dim_v}; leave"
             " it out"
         )
+    if _has_sixteen_bits(problem) and not device.multiplies(problem.dtype):
+        return "simt"
     if is_wide(problem):
         return _wide_family(problem, device, wanted)
     if not _has_sixteen_bits(problem):
@@ -237,11 +233,6 @@ def _has_sixteen_bits(problem: Problem) -> bool:
     return problem.dtype in ("float16", "bfloat16")
 
 
-def oldest_of_dtype(problem: Problem) -> int:
-    """The oldest compute capability that supports the problem's dtype."""
-    return 80 if _has_sixteen_bits(problem) else 75
-
-
 def _decode_family(
     problem: Problem, device: Device, wanted: FamilyName | None
 ) -> FamilyName | None:
@@ -274,6 +265,7 @@ def _decodes(problem: Problem, device: Device, family: FamilyName) -> bool:
     return (
         _DECODING[family].runs(problem)
         and (family != "decode_sm90" or device.arch == "sm_90a")
+        and (family != "decode" or device.multiplies(problem.dtype))
         and any(legal_tiles(problem, device, family))
     )
 
@@ -356,6 +348,8 @@ def legal_tiles(
 
 
 def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
+    if family == "decode" and device.copies_at_once != (tile.num_stages == 1):
+        return False
     maker = maker_of(problem, family)
     most = shared_bytes_of_block(device, tile.blocks_per_sm)
     shared = maker.shared_bytes(problem, tile)

@@ -50,6 +50,25 @@ class Device:
         """Compute capability without the dot: 90 of ``sm_90a``."""
         return int("".join(c for c in self.arch if c.isdigit()))
 
+    def multiplies(self, dtype: str) -> bool:
+        """Whether its tensor cores multiply numbers of this 16-bit type."""
+        return self.capability >= {"float16": 75, "bfloat16": 80}[dtype]
+
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether it has no cp.async: stages would load nothing ahead."""
+        return self.capability < 80
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Shared memory of each block for the driver, besides its own."""
+        return 1024 if self.capability >= 80 else 0
+
+    def blocks_by_shared(self, shared: int) -> int:
+        """Blocks of an SM at once, each with so much shared memory."""
+        whole = self.shared_bytes + self.reserved_bytes
+        return whole // (shared + self.reserved_bytes)
+
 
 # The most shared memory of a block in KiB, by compute capability (CUDA C++
 # Programming Guide, "Technical Specifications per Compute Capability").
@@ -157,8 +176,9 @@ class Plan:
     problem : Problem
     family : str
         ``"sm90"`` (16-bit types, Hopper), ``"sm80"`` (16-bit types, tensor
-        cores from sm_80 on), ``"decode"`` (the same for few queries and
-        many keys, forward), ``"decode_sm90"`` (more queries, Hopper),
+        cores from sm_80 on, float16 from sm_75 on), ``"decode"`` (the same
+        for few queries and many keys, forward), ``"decode_sm90"`` (more
+        queries, Hopper),
         ``"decode_simt"`` (few queries of other types and of wide heads, CUDA
         cores), ``"fma"`` (float32), ``"mma8_float32"`` (float32 split into
         TF32 parts, tensor cores), ``"mma8_float64"`` (float64, tensor cores)
@@ -234,13 +254,10 @@ _WARPS_AND_BLOCKS = {75: (32, 16), 80: (64, 32), 86: (48, 16), 87: (48, 16),
 _REGISTERS_OF_SM = 64 * 1024
 
 
-_RESERVED_SHARED = 1024  # bytes per block, by the driver, from 8.0 on
-
-
 def shared_bytes_of_block(device: Device, blocks_per_sm: int) -> int:
     """The most shared memory of a block, if an SM has that many."""
-    whole = device.shared_bytes + _RESERVED_SHARED
-    return whole // blocks_per_sm - _RESERVED_SHARED
+    whole = device.shared_bytes + device.reserved_bytes
+    return whole // blocks_per_sm - device.reserved_bytes
 
 
 def occupancy(
@@ -266,12 +283,11 @@ def occupancy(
     )
     warps = kernel.threads // 32
     warp_registers = round_up(registers * 32, 256)  # allocation unit
-    shared = device.shared_bytes + _RESERVED_SHARED
     blocks = min(
         most_blocks,
         most_warps // warps,
         _REGISTERS_OF_SM // warp_registers // warps,
-        shared // (kernel.shared_bytes + _RESERVED_SHARED),
+        device.blocks_by_shared(kernel.shared_bytes),
     )
     return blocks, blocks * warps / most_warps
 

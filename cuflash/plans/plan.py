@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.plans import expression, nearest_tiles, tiles
 from cuflash.plans.family import (
+    OLDEST,
     OLDEST_FOR_TF32X3,
     check_splits,
     family_of,
@@ -20,7 +21,6 @@ from cuflash.plans.family import (
     is_legal,
     legal_tiles,
     maker_of,
-    oldest_of_dtype,
     wanted_family,
 )
 from cuflash.plans.kernel import (
@@ -43,8 +43,8 @@ from cuflash.request import options
 from cuflash.request.problem import Problem
 
 __all__ = [
-    "SHARED_KIB", "Device", "FamilyName", "KernelPlan", "Launch", "Plan",
-    "StaticSchedule",
+    "OLDEST", "SHARED_KIB", "Device", "FamilyName", "KernelPlan", "Launch",
+    "Plan", "StaticSchedule",
     "check", "default_plans", "device_of_arch", "family_of", "is_legal",
     "legal_tiles", "main_file", "occupancy", "plan", "tuned_by",
     "wanted_family",
@@ -119,8 +119,6 @@ def check(problem: Problem) -> None:
         return
     legal = set()
     for device in _known_devices():
-        if device.capability < oldest_of_dtype(problem):
-            continue
         if problem.precision and device.capability < OLDEST_FOR_TF32X3:
             continue
         family = family_of(problem, device)
@@ -210,7 +208,7 @@ def _no_room(
     elsewhere = [
         f"sm_{capability}"
         for capability, kib in SHARED_KIB.items()
-        if capability >= oldest_of_dtype(problem) and kib * 1024 >= needed
+        if kib * 1024 >= needed
     ]
     return UnsupportedError(
         f"the {problem.direction} pass with head_dim {problem.head_dim},"
@@ -271,8 +269,6 @@ def _length_of_pairs(total: int, count: int, longest: int | None) -> int:
 
 def default_plans(device: Device) -> list[Plan]:
     """The plans compiled at import, which most calls need."""
-    if device.capability < 80:
-        return []
     # Length and load determine the tile: 2048 tokens, and enough tiles to
     # fill any GPU.
     sizes = 8, 2048, 2048, 16, 16
@@ -280,6 +276,7 @@ def default_plans(device: Device) -> list[Plan]:
         plan(Problem(direction, dtype, *sizes, d, d, d**-0.5, causal), device)
         for direction in ("forward", "backward")
         for dtype in ("float16", "bfloat16")
+        if device.multiplies(dtype)
         for d in (64, 128)
         for causal in (False, True)
     ]

@@ -40,6 +40,9 @@ class Family:
         How inputs' rows are read: by ``"vectors"`` of 16 bytes, by
         ``"elements"`` of 4 or 8 bytes, or by ``"divisors"``, the widest
         vectors that divide a row.
+    multiplies : str
+        What multiplies its matrices: ``"cores"``, CUDA's, or tensor
+        cores by ``"mma_16"``, ``"mma_float64"`` or ``"mma_tf32"``.
     """
 
     name: FamilyName
@@ -49,6 +52,7 @@ class Family:
     splits_keys: bool = False
     may_spill: bool = True
     loads: Literal["vectors", "elements", "divisors"] = "vectors"
+    multiplies: Literal["cores", "mma_16", "mma_float64", "mma_tf32"] = "cores"
 
     @property
     def folder(self) -> str:
@@ -76,15 +80,27 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("sm90", may_spill=False, loads_by_tma=True),
-        Family("sm80", may_spill=False),
-        Family("decode", splits_keys=True),
-        Family("decode_sm90", splits_keys=True),
+        Family(
+            "sm90", may_spill=False, loads_by_tma=True, multiplies="mma_16"
+        ),
+        Family("sm80", may_spill=False, multiplies="mma_16"),
+        Family("decode", splits_keys=True, multiplies="mma_16"),
+        Family("decode_sm90", splits_keys=True, multiplies="mma_16"),
         Family("decode_simt", splits_keys=True, loads="divisors"),
         Family("fma", adds_to_dq=True),
-        *(
-            Family(name, entry="mma8", may_spill=False, adds_to_dq=True)
-            for name in ("mma8_float64", "mma8_float32")
+        Family(
+            "mma8_float64",
+            entry="mma8",
+            may_spill=False,
+            adds_to_dq=True,
+            multiplies="mma_float64",
+        ),
+        Family(
+            "mma8_float32",
+            entry="mma8",
+            may_spill=False,
+            adds_to_dq=True,
+            multiplies="mma_tf32",
         ),
         Family("simt", loads="elements"),
     )

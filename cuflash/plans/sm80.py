@@ -13,6 +13,7 @@ from .steps import (
     is_linear,
     is_wide,
     kept_and_summed,
+    longest_run,
     padded_head_dims,
     run_tiles,
     shares_evenly,
@@ -122,7 +123,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SCORE_WARPS_Q", warps_of_queries(tile)),
         ("SCORE_PARTS", 1),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        run_tiles(problem, tile),
+        run_tiles(problem, tile, longest_run(device)),
     )  # fmt: skip
 
 
@@ -135,8 +136,25 @@ def _ds_column(tile: Tile) -> int:
     return 32 if few else 0
 
 
-def _backward_shared(problem: Problem, tile: Tile) -> int:
+# Heads with more columns may have tiles of 16 queries, as wide ones have: with
+# 64 KiB of shared memory they have no other.
+_FEW_QUERIES_ABOVE = 192
+
+
+def _has_few_queries(problem: Problem, tile: Tile) -> bool:
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return tile.block_q < 32 and widest > _FEW_QUERIES_ABOVE
+
+
+def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """Of few queries rounded up to what four warps can share."""
     d, dv = padded_head_dims(problem)
+    step = 64 if _has_few_queries(problem, tile) else 1
+    return round_up(d, step), round_up(dv, step)
+
+
+def _backward_shared(problem: Problem, tile: Tile) -> int:
+    d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
     beside = _ds_column(tile)
@@ -158,7 +176,7 @@ def shares_gradients(problem: Problem, tile: Tile) -> bool:
 
 
 def _backward_fits(problem: Problem, tile: Tile) -> bool:
-    if is_wide(problem):
+    if is_wide(problem) or _has_few_queries(problem, tile):
         return _wide_backward_fits(problem, tile)
     if not shares_gradients(problem, tile):
         return False
@@ -188,7 +206,7 @@ def shares_wide_gradients(tile: Tile, head_dims: tuple[int, int]) -> bool:
 
 def _wide_backward_fits(problem: Problem, tile: Tile) -> bool:
     """The same of wide heads: dQ is summed in two halves of its columns."""
-    d, dv = padded_head_dims(problem)
+    d, dv = _backward_head_dims(problem, tile)
     if not shares_wide_gradients(tile, (d, dv)):
         return False
     threads = tile.num_warps * 32
@@ -222,7 +240,7 @@ def loads_in_turn(problem: Problem, tile: Tile) -> bool:
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     return gradients(
-        problem, device, tile, padded_head_dims(problem),
+        problem, device, tile, _backward_head_dims(problem, tile),
         _backward_shared(problem, tile),
         ("LOADS_IN_TURN", loads_in_turn(problem, tile)),
     )  # fmt: skip

@@ -30,8 +30,6 @@ def heads_per_section(
 # tile, which comes first, takes as long as the section does.
 _LAST_CAUSAL_TILES = 2
 
-_RESERVED_BYTES = 1024  # of shared memory, in each block
-
 
 def last_section(
     problem: Problem, heads: int, pairs: int, tiles: int, running: int,
@@ -64,10 +62,7 @@ def sections(
 ) -> Sections:  # fmt: skip
     """The sections of (batch, head) pairs with so many `tiles` each."""
     heads = heads_per_section(problem, device, num_heads, bytes_of_head)
-    room = device.shared_bytes + _RESERVED_BYTES
-    running = device.num_sms * (
-        room // (kernel.shared_bytes + _RESERVED_BYTES)
-    )
+    running = device.num_sms * device.blocks_by_shared(kernel.shared_bytes)
     return {
         "heads_per_section": heads,
         "last_section": last_section(problem, heads, pairs, tiles, running),
@@ -256,14 +251,25 @@ def window_of(problem: Problem) -> float:
 LONGEST_RUN = 32768
 
 
-def run_tiles(problem: Problem, tile: Tile) -> tuple[str, int]:
-    """common/long_sums.cuh's RUN_TILES.
+def longest_run(device: Device) -> int:
+    """LONGEST_RUN; a quarter below sm_80.
+
+    Tensor cores add 4 products at a time there, not 16, and lose as much each
+    time (docs/guide/accuracy.md).
+    """
+    return LONGEST_RUN if device.capability >= 80 else LONGEST_RUN // 4
+
+
+def run_tiles(
+    problem: Problem, tile: Tile, most: int | None = None
+) -> tuple[str, int]:
+    """common/long_sums.cuh's RUN_TILES; `most`: by default LONGEST_RUN keys.
 
     Above head_dim 128 an addition of runs costs 3 % of 32,768 keys on an
     H200 (docs/lab/sm90_forward.md), so a run has four times as many.
     """
     longest = problem.max_seqlen_k or problem.seqlen_k
-    run = LONGEST_RUN if problem.head_dim_v <= 128 else 4 * LONGEST_RUN
+    run = (most or LONGEST_RUN) * (1 if problem.head_dim_v <= 128 else 4)
     is_long = min(longest, window_of(problem)) > run
     tiles = max(run // tile.block_k, 1)
     return "RUN_TILES", tiles if is_long else 0

@@ -177,6 +177,9 @@ def _decode() -> Iterator[Tile]:
     # A warp per 16 keys.
     for q, warps, stages in product((16, 32), (16, 12, 8, 4), (3, 2, 4)):
         yield Tile(q, 16 * warps, warps, num_stages=stages, ptxas_level=3)
+    # Without cp.async: three warps, which leave room for several blocks.
+    for q in (16, 32):
+        yield Tile(q, 48, 3, ptxas_level=3)
 
 
 def _decode_sm90() -> Iterator[Tile]:

@@ -258,6 +258,8 @@ BACKWARD = tuple(BY_NAME)
 UNTRACED = tuple(x for x in FORWARD if not BY_NAME[x].traced)
 TRACED = frozenset(x.name for x in TABLE if x.traced)
 KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
+# A user's functions and what they read.
+FUNCTIONS = tuple(x for x in FORWARD if x in TRACED)
 
 
 # Derived from the table ---------------------------------------------------

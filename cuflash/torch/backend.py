@@ -101,7 +101,10 @@ _stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 _new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _new_tensor)
 
 
+_backends: dict[int, TorchBackend] = {}
+
+
 @functools.cache
 def backend(index: int) -> TorchBackend:
-    """The only backend of device `index`."""
-    return TorchBackend(index)
+    """The only backend of device `index`, also if threads make the first."""
+    return _backends.setdefault(index, TorchBackend(index))

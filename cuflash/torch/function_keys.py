@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
@@ -36,7 +37,8 @@ class _Collected:
         if isinstance(value, torch.nn.Module):
             number = _MODULES.get(value)
             if number is None:
-                number = _MODULES[value] = next(_numbers)
+                with _LOCK:
+                    number = _MODULES.setdefault(value, next(_numbers))
             bases = type(value).__mro__
             bases = bases[: bases.index(torch.nn.Module)]
             spaces = vars(value), value._parameters, value._buffers
@@ -51,6 +53,8 @@ class _Collected:
 # Identities that keep no module alive.
 _MODULES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
+# Without the GIL, Python 3.13's count() may give a number twice.
+_LOCK = threading.Lock()
 _STEADY = torch.dtype, torch.device
 
 
@@ -104,9 +108,10 @@ _KEY = "__cuflash_key__"
 
 
 def _number_of(found: Any) -> int:
-    if len(_NUMBER_OF) >= _MOST_NUMBERS:
-        _NUMBER_OF.clear()
-    return _NUMBER_OF.setdefault(found, next(_numbers))
+    with _LOCK:
+        if len(_NUMBER_OF) >= _MOST_NUMBERS:
+            _NUMBER_OF.clear()
+        return _NUMBER_OF.setdefault(found, next(_numbers))
 
 
 def key_of(function: Any) -> Key:

@@ -16,6 +16,7 @@ from cuflash import distributed
 from cuflash.api import arrays as api_arrays
 from cuflash.api import foreign_names
 from cuflash.errors import UnsupportedError
+from cuflash.request.options import FUNCTIONS
 
 from . import request
 from .checks import check_tensors
@@ -62,7 +63,7 @@ def distributed_attention(
     return_lse: bool,
     **options: Unpack[SharedOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names(_NAME, like=distributed.forward)
+@foreign_names.our_names(_NAME, like=distributed.forward, without=FUNCTIONS)
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -163,7 +164,8 @@ def _on_stream_of(tensor: torch.Tensor) -> Iterator[None]:
         yield
         return
     cuda = api_arrays.on_cuda().cupy.cuda
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    index = tensor.device.index
-    with cuda.Device(index), cuda.ExternalStream(stream, index):
-        yield
+    stream = torch.cuda.current_stream(tensor.device)
+    # The stream takes the device that is current.
+    with cuda.Device(tensor.device.index):
+        with cuda.Stream.from_external(stream):
+            yield

@@ -1,24 +1,24 @@
 """Lets torch's Inductor write calls of `direct` in place of operators.
 
-That takes interfaces of Inductor which are not public. With versions of torch
-other than those known here, and wherever Inductor does not write Python,
-compiled code calls the operators.
+That takes interfaces of Inductor which are not public. Each is looked at
+before it is used. Where one is missing or other than it was (another version
+of torch), and wherever Inductor does not write Python, compiled code calls the
+operators: the results are the same, and a call takes its caller longer.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from . import direct
 
-KNOWN = r"2\.1[1-5]\.\d+(\+.*)?"
 _LOWERING = "torch._inductor.lowering"
 _NAMES = (
     "attention", "attention_backward", "plain_attention",
@@ -32,40 +32,78 @@ def register_lowerings() -> None:
     The operators' fake kernels call this, which run in each compilation:
     importing Inductor takes seconds.
     """
-    if _LOWERING in sys.modules and re.fullmatch(KNOWN, torch.__version__):
+    if _LOWERING in sys.modules:
         _register()
 
 
 @functools.cache
 def _register() -> None:
-    from torch._inductor import lowering
-
+    lowering = sys.modules[_LOWERING]
+    if not is_usable(lowering):
+        return
     for name in _NAMES:
         overload = getattr(direct.OPERATORS, name).default
         # As Inductor itself registers an operator that it does not know.
         tag = torch._library.utils.get_layout_constraint_tag(overload)
         constraint = lowering.tag_to_layout_constraint(tag)
         lowering.make_fallback(overload, constraint, warn=False)
-        register = lowering.register_lowering(
-            overload, type_promotion_kind=None
-        )
-        register(_lowering(name, overload))
+        own = lowering.lowerings.get(overload)
+        if own is not None:
+            lowering.lowerings[overload] = _lowering(name, overload, own)
 
 
-def _lowering(name: str, overload: Any) -> Callable[..., Any]:
-    """The function that makes Inductor's nodes of an operator's call."""
-    from torch._inductor import ir
+def is_usable(lowering: Any) -> bool:
+    """Whether Inductor has the functions that `_register` calls."""
+    utils = torch._library.utils
+    try:
+        for function, args, keywords in (
+            (lowering.make_fallback, (None, None), {"warn": False}),
+            (lowering.tag_to_layout_constraint, (None,), {}),
+            (utils.get_layout_constraint_tag, (None,), {}),
+        ):
+            inspect.signature(function).bind(*args, **keywords)
+        return isinstance(lowering.lowerings, dict)
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def _lowering(name: str, overload: Any, own: Any) -> Any:
+    """Inductor's `own` function that makes nodes of an operator's call."""
     from torch._inductor.virtualized import V
 
+    @functools.wraps(own)
     def lower(*args: Any, **kwargs: Any) -> Any:
-        results = ir.FallbackKernel.create(overload, *args, **kwargs)
-        if not V.graph.cpp_wrapper:
-            function = _function(name, V.graph.current_node)
-            call = results[0].inputs[0]  # of which it is the first result
+        results = own(*args, **kwargs)
+        call = call_of(results, overload)
+        node = getattr(V.graph, "current_node", None)
+        is_known = getattr(node, "target", None) is overload
+        if call is not None and is_known and _writes_python(V.graph):
+            function = _function(name, node)
             call.python_kernel_name = f"{direct.NAME}.{function}"
-        return tuple(map(ir.TensorBox.create, results))
+        return results
 
     return lower
+
+
+def call_of(results: Sequence[Any], overload: Any) -> Any:
+    """Inductor's node that calls an operator, by the call's results.
+
+    None unless it holds the text by which Python code calls the operator.
+    """
+    try:
+        # The box of a buffer, the buffer, which is a result of the call.
+        call = results[0].data.data.inputs[0]
+        text, target = call.python_kernel_name, call.op_overload
+    except (AttributeError, IndexError, TypeError):
+        return None
+    is_known = target is overload and text == f"torch.ops.{overload}"
+    return call if is_known else None
+
+
+def _writes_python(graph: Any) -> bool:
+    """Whether Inductor writes Python, no C++ and no graph."""
+    no_text = getattr(graph, "fx_wrapper", False)
+    return not (getattr(graph, "cpp_wrapper", True) or no_text)
 
 
 def _function(name: str, node: Any) -> str:

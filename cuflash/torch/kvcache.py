@@ -9,6 +9,7 @@ import torch
 from cuflash.api import foreign_names
 from cuflash.api.kvcache import forward_kvcache as of_arrays
 from cuflash.errors import UnsupportedError
+from cuflash.request.options import FUNCTIONS
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import kvcache as validate_kvcache
 
@@ -56,7 +57,9 @@ def forward_kvcache(
     return_lse: bool,
     **options: Unpack[TorchCacheOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names(_NAME, like=of_arrays, array="torch.Tensor | None")
+@foreign_names.our_names(
+    _NAME, like=of_arrays, without=FUNCTIONS, array="torch.Tensor | None"
+)
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -17,7 +17,14 @@ from torch.overrides import TorchFunctionMode
 from cuflash.errors import DTypeError
 from cuflash.expressions import nodes, trace
 from cuflash.expressions.nodes import Node
-from cuflash.expressions.trace import ArrayKind, ArraySymbol, Symbol
+from cuflash.expressions.rows import REDUCTIONS, Row, as_row
+from cuflash.expressions.trace import (
+    METHODS,
+    ArrayKind,
+    ArraySymbol,
+    Several,
+    Symbol,
+)
 from cuflash.request import traced
 
 from .dtypes import NUMPY
@@ -84,7 +91,7 @@ class Recording(NamedTuple):
     sized: tuple[torch.Tensor, ...]
 
 
-class _Captured(ArraySymbol):
+class _Captured(Several, ArraySymbol):
     """A tensor from outside of a function; some of its indices may be known.
 
     Parameters
@@ -146,21 +153,16 @@ class _Captured(ArraySymbol):
             self.note, indices,
         )  # fmt: skip
 
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS or name in REDUCTIONS:
+            return getattr(as_row(self), name)
+        raise AttributeError(f"a tensor that is read has no {name!r}")
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        both = all(isinstance(x, cls) and x.ndim == 1 for x in args)
-        if function.__name__ in ("dot", "inner", "vdot") and both:
-            a, b = args
-            return sum(x * y for x, y in zip(a, b, strict=True))
-        for x in args:
-            if isinstance(x, cls):
-                return x._used()
-        trace.refuse(
-            f"torch.{function.__name__} of arrays",
-            "read an element of each: table[q_idx]",
-        )
+        return Row.__torch_function__(function, types, args, kwargs)
 
 
 class _Capture(TorchFunctionMode):
@@ -198,9 +200,12 @@ class _Capture(TorchFunctionMode):
             tensor, key = args
             if isinstance(tensor, torch.Tensor) and _has_symbol(key):
                 return self.array(tensor)[key]
-        for kind in types:
-            if issubclass(kind, (Symbol, _Captured)):
-                return kind.__torch_function__(function, types, args, kwargs)
+        for ours in (Several, Symbol):
+            for kind in types:
+                if issubclass(kind, ours):
+                    return kind.__torch_function__(
+                        function, types, args, kwargs
+                    )
         reads = any(isinstance(x, torch.Tensor) for x in args)
         if function is torch._C._set_grad_enabled and args == (False,):
             if self.role == "score_mod":

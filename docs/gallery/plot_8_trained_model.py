@@ -2,7 +2,7 @@
 Heads of a trained model
 ========================
 
-The model of ``scripts/demo.py``, trained here for some seconds on the
+The transformer of ``scripts/demo.py``, trained here for some seconds on the
 documentation of Python: where its layers look, what that adds up to over all
 of them, and how widely each head looks. To run it by itself, set
 ``PYTHONPATH=scripts``.

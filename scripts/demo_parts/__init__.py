@@ -1,1 +1,1 @@
-"""The parts of scripts/demo.py."""
+"""The parts of scripts/demo.py, and of scripts/generate.py."""

@@ -24,8 +24,7 @@ def choose_device():
     config = Config(
         num_layers=4,
         head_dim=64,
-        seqlen=256,
-        batch=32,
+        batch=128,
         steps=1000,
         peak_rate=2e-3,
         attention_dtype=ml_dtypes.bfloat16 if tensor_cores else np.float32,

@@ -85,7 +85,7 @@ def extend(model, tokens, cache, tree=None):
 
 
 def greedy(logits):
-    """Choose the character with the largest logit."""
+    """Choose the token with the largest logit."""
     return int(logits.argmax())
 
 
@@ -131,10 +131,3 @@ def generate(model, prompt, count, choose, cache=None):
         rows.append(to_numpy(logits[0, -1]))
         tokens.append(choose(rows[-1]))
     return tokens[len(prompt) :], np.array(rows)
-
-
-def write(model, corpus, prompt, count, seed):
-    """Let the model continue a text, of any length."""
-    start = corpus.encode(prompt).tolist()
-    tokens, _ = generate(model, start, count, sampler(seed))
-    return corpus.decode(tokens)

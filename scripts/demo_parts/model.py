@@ -115,13 +115,18 @@ def attention_backward(dy, w_qkv, w_out, saved, xp, config):
 
 
 def cross_entropy(logits, one_hot, xp):
-    """Return mean -log(probability of the next character), and dlogits."""
+    """Return mean -log(probability of the next token), and dlogits.
+
+    Rows of zeros in one_hot, whose next token is not asked for, count nothing.
+    """
+    asked = one_hot.sum(axis=-1, keepdims=True)
+    count = asked.sum()
     shifted = logits - logits.max(axis=-1, keepdims=True)
     weights = xp.exp(shifted)
     total = weights.sum(axis=-1, keepdims=True)
     right = (shifted * one_hot).sum(axis=-1, keepdims=True)
-    loss = (xp.log(total) - right).mean()
-    return loss, (weights / total - one_hot) / len(logits)
+    loss = (asked * xp.log(total) - right).sum() / count
+    return loss, (asked * weights / total - one_hot) / count
 
 
 # ---- The model ----
@@ -234,7 +239,7 @@ class Transformer:
         g["embed"][:] = self.one_hot(tokens).T @ rows(dx)
 
     def one_hot(self, tokens):
-        """Return (B * T, V): 1 in the column of each row's character."""
+        """Return (B * T, V): 1 in the column of each row's token, if any."""
         column = self.xp.arange(self.vocabulary_size)
         return (tokens.reshape(-1, 1) == column).astype(self.config.dtype)
 

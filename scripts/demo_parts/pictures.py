@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -46,12 +47,12 @@ def draw_loss(path, training, validation, vocabulary_size):
         marker="o",
         markersize=4,
         linewidth=1.2,
-        label="validation",
+        label="lists never trained on",
     )
     guess = math.log(vocabulary_size)
     axes.axhline(guess, color=GREY, linewidth=1, linestyle="--")
     axes.annotate(
-        f"guessing among {vocabulary_size} characters: "
+        f"guessing among {vocabulary_size} words: "
         f"ln {vocabulary_size} = {guess:.2f}",
         (1, guess),
         xycoords=("axes fraction", "data"),
@@ -63,7 +64,7 @@ def draw_loss(path, training, validation, vocabulary_size):
         color=GREY,
     )
     axes.set_xlabel("step", fontsize=9, color=INK)
-    axes.set_ylabel("loss (nats a character)", fontsize=9, color=INK)
+    axes.set_ylabel("loss (nats a word)", fontsize=9, color=INK)
     axes.set_xlim(left=0)
     axes.legend(frameon=False, fontsize=8, loc="center right")
     figure.savefig(path)
@@ -79,48 +80,45 @@ def smoothed(losses, keep=0.9):
     return means
 
 
-def liveliness(p):
-    """Score how sharply a head attends to other, varying characters.
-
-    Ignores the first rows, which see so few keys that every head is sharp.
-    """
-    elsewhere = (p * (1 - np.eye(len(p))))[8:]
-    return elsewhere.max(axis=1).mean() - 2 * elsewhere.mean(axis=0).max()
-
-
-def picture_attention(path, model, corpus, seqlen=48):
-    """Draw the head that scores best, on text unseen in training."""
-    text = corpus.decode(corpus.validation)
-    prose = (t for t in text.split("\n\n") if t[:1].isalpha())
-    text = next(t for t in prose if len(t) > seqlen)[:seqlen]
-    tokens = model.xp.asarray(corpus.encode(text))[None]
-    _, saved = model.forward(tokens)
-    heads = []
-    for layer in range(model.config.num_layers):
+def picture_attention(path, model, lists, rng):
+    """Draw the layer that looks most at the word to be written next."""
+    config = replace(model.config, batch=1)
+    tokens, _ = lists.batch(lists.validation, config, rng)
+    _, saved = model.forward(model.xp.asarray(tokens))
+    length = tokens.shape[1] // 2
+    # Row i has to write the word that is i-th in order: in which column?
+    following = np.argsort(tokens[0, :length])
+    layers = []
+    for layer in range(config.num_layers):
         _, q, k, _, _, lse = saved[f"{layer}.attention"]
-        weights = cuflash.weights(q, k, lse, causal=True)
-        for head, p in enumerate(to_numpy(weights[0])):
-            title = f"Attention of layer {layer + 1}, head {head + 1}"
-            heads.append((liveliness(p), title, p))
-    _, title, p = max(heads, key=lambda head: head[0])
-    draw_attention(path, p, text, title)
+        written, listed = slice(length, None), slice(length)
+        weights = cuflash.weights(
+            q, k, lse, causal=True, queries=written, keys=listed
+        )
+        p = to_numpy(weights[0]).max(axis=0)
+        title = f"Where layer {layer + 1} looks: the largest weight of a head"
+        layers.append((p[range(length), following].mean(), title, p))
+    _, title, p = max(layers, key=lambda layer: layer[0])
+    words = [lists.vocabulary[i] for i in tokens[0]]
+    draw_attention(path, p, words[length:], words[:length], following, title)
 
 
-def draw_attention(path, p, text, title):
-    """Plot one head's weights, with the characters along both axes."""
-    figure, axes = new_figure(7.2, 7.2, title)
+def draw_attention(path, p, queries, keys, following, title):
+    """Plot weights, with the words along both axes; mark the next words."""
+    figure, axes = new_figure(7.2, 7.4, title)
     image = axes.imshow(p, cmap="Blues", vmin=0, vmax=1)
-    # A line break and a space would be invisible.
-    labels = [{"\n": "\u21b5", " ": "\u00b7"}.get(c, c) for c in text]
-    ticks = range(len(text))
-    font = {"fontfamily": "DejaVu Sans Mono", "fontsize": 8}
-    axes.set_xticks(ticks, labels, **font)
-    axes.set_yticks(ticks, labels, **font)
-    axes.tick_params(length=0, pad=2)
-    axes.set_xlabel("key: the character attended to", fontsize=9, color=INK)
-    axes.set_ylabel(
-        "query: the character before the predicted one", fontsize=9, color=INK
+    axes.plot(
+        following, range(len(following)), "s", color=RED, markersize=11,
+        markerfacecolor="none", label="the word that comes next",
+    )  # fmt: skip
+    axes.legend(
+        frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1)
     )
+    axes.set_xticks(range(len(keys)), keys, fontsize=8, rotation=90)
+    axes.set_yticks(range(len(queries)), queries, fontsize=8)
+    axes.tick_params(length=0, pad=2)
+    axes.set_xlabel("key: a word of the list", fontsize=9, color=INK)
+    axes.set_ylabel("query: the word written last", fontsize=9, color=INK)
     bar = figure.colorbar(image, ax=axes, shrink=0.5, aspect=30, pad=0.02)
     bar.set_label("weight", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7)

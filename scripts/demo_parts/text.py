@@ -1,4 +1,4 @@
-"""The text that the demo learns."""
+"""The text that the model of scripts/generate.py learns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ def load_text():
     except ImportError:
         raise SystemExit(
             "This Python comes without pydoc_data.topics, the text that the "
-            "demo learns.\nIt is part of the standard library; some small "
-            "builds leave it out. Try another Python: make demo "
-            "PYTHON=python3.x"
+            "model learns.\nIt is part of the standard library; some small "
+            "builds leave it out. Try another Python."
         ) from None
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
 

@@ -32,8 +32,8 @@ class Adam:
 def train(model, corpus, *, seconds, seed, console):
     """Train for config.steps, or until the time is up.
 
-    Returns two lists of (step, loss): on the training batches, and on
-    characters that are never trained on.
+    Returns two lists of (step, loss): on the training batches, and on one
+    that is never trained on.
     """
     config = model.config
     optimizer = Adam(model)

@@ -32,7 +32,14 @@ DIRECTIONS = {
 DTYPES = {"float16": 3, "bfloat16": 3, "float32": 3, "float64": 2}
 # Of the emulator: all families with options, then others' tiles and memory.
 ARCHS = {
-    "16": {"sm_80": 4, "sm_90a": 5, "sm_86": 1, "sm_100": 1, "sm_120": 1},
+    "16": {
+        "sm_75": 2,
+        "sm_80": 4,
+        "sm_90a": 5,
+        "sm_86": 1,
+        "sm_100": 1,
+        "sm_120": 1,
+    },  # fmt: skip
     "wide": {"sm_75": 3, "sm_80": 4, "sm_86": 1, "sm_90a": 2},
 }
 # Families to ask for (CUFLASH_FAMILY); None: the device's own.

@@ -22,7 +22,7 @@ OTHERS = {
     "CHANGELOG.md": ("changelog.md", "Changelog"),
 }
 # Pages of docs/ that only GitHub, or a package index, shows.
-LEFT_OUT = ("docs/README.md", "docs/package_index.md")
+LEFT_OUT = ("docs/README.md",)
 # Where links to other files lead: to pages that the build makes.
 MADE = {
     "docs": "index.md",
@@ -32,7 +32,7 @@ MADE = {
     "reference": "algorithm/index.md",
     "reference/__init__.py": "algorithm/sources.rst",
 }
-COPIED = {".png", ".json", ".py", ".css", ".rst", ".svg"}
+COPIED = {".png", ".json", ".py", ".css", ".rst", ".svg", ".ipynb"}
 
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 

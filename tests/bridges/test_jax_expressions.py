@@ -8,9 +8,14 @@ jax = pytest.importorskip("jax", reason="tests of JAX's functions")
 from jax.test_util import check_grads  # noqa: E402
 from jax_data import assert_same, inputs, normal, on_cpu  # noqa: E402
 from jax_machines import by_the_driver  # noqa: E402
+from scipy import special  # noqa: E402
 
 import cuflash.jax  # noqa: E402
-from cuflash.errors import ExpressionError, UnsupportedError  # noqa: E402
+from cuflash.errors import (  # noqa: E402
+    ExpressionError,
+    UnsupportedError,
+    ValueRangeError,
+)
 from cuflash.jax import attention  # noqa: E402
 from helpers.compare import assert_allclose  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
@@ -282,6 +287,12 @@ SAME = {
         lambda s, b, h, i, j: s**3 + 1 / (1 + np.exp(-s)),
         lambda s, b, h, i, j: s**3 + jax.nn.sigmoid(s),
     ),
+    "gelu": (
+        lambda s, b, h, i, j: 0.5 * s * special.erfc(-s / np.sqrt(2))
+        + special.erf(0.25 * (i - j)),
+        lambda s, b, h, i, j: jax.nn.gelu(s, approximate=False)
+        + jax.lax.erf(0.25 * (i - j)),
+    ),
     "half to even": (
         lambda s, b, h, i, j: s + np.rint((i - j) * 0.5),
         lambda s, b, h, i, j: s + jnp.round((i - j) * 0.5),
@@ -369,7 +380,7 @@ def narrow_sum(s, b, h, i, j):
 
 
 def of_scipy(s, b, h, i, j):
-    return jax.scipy.special.erf(s)
+    return jax.scipy.special.erfinv(s)
 
 
 def with_if(s, b, h, i, j):
@@ -398,7 +409,7 @@ BAD = {
     "unsigned": (unsigned, "to uint32, which wraps: convert to jnp.int32"),
     "narrow": (narrow, "to int8, which wraps: convert to jnp.int32"),
     "narrow sum": (narrow_sum, "add of int8, which wraps: convert it first"),
-    "erf": (of_scipy, "erf has no rule: write jax.nn.gelu's form"),
+    "inverse": (of_scipy, "erf_inv has no rule: write it with arithmetic"),
     "if": (with_if, "write np.where"),
 }
 
@@ -453,7 +464,8 @@ def test_slopes_at_kinks_are_those_of_jax(name):
             assert_allclose(x, y, "gradient", atol=24 * 100 * 2.0**-53)
 
 
-def test_the_second_derivative_of_sinc_at_0():
+@pytest.mark.parametrize("x", [0.0, 2.5])
+def test_the_second_derivative_of_sinc(x):
     """Of one query and two keys, whose scores are sinc(x) and 0."""
 
     def ours(x):
@@ -467,9 +479,55 @@ def test_the_second_derivative_of_sinc_at_0():
     def theirs(x):
         return jnp.tanh(jnp.sinc(x) / 2)
 
-    got, wanted = (jax.grad(jax.grad(f))(0.0) for f in (ours, theirs))
+    got, wanted = (jax.grad(jax.grad(f))(x) for f in (ours, theirs))
     # Ten roundings of numbers below 10.
     assert_allclose(got, wanted, "got", atol=10 * 10 * 2.0**-24)
+
+
+@needs_compiler
+def test_integers_of_numpys_have_32_bits_as_jax_holds_them():
+    ids = np.array([7, 5, 6, 4])
+
+    def descends(b, h, i, j, *, ids):
+        return ids[i] >= ids[j]
+
+    given, _ = case("float32")
+    options = {"mask_mod": descends, "mod_arrays": {"ids": ids}}
+    wanted = cuflash.forward(*map(np.asarray, given.values()), **options)
+    with by_the_driver("sm_80"):
+        got = attention(*given.values(), **options)
+    # Three sums of numbers up to 10, and exp.
+    assert_allclose(got, wanted, "out", atol=30 * 10 * 2.0**-24)
+    options["mod_arrays"] = {"ids": ids + 2**40}
+    with pytest.raises(ValueRangeError, match="numbers that int32 does not"):
+        attention(*given.values(), **options)
+
+
+def test_derivatives_by_xla_of_what_graphs_alone_have():
+    """Second tangents: of erf, and of ints that are cut to 32 bits."""
+    with jax.enable_x64(True):
+        given, _ = case("float64")
+
+        def call(q, with_jax):
+            fun = jax.scipy.special if with_jax else special
+            cut = (lambda x: x) if with_jax else lambda x: x.astype(np.int32)
+
+            def score(s, b, h, i, j):
+                return fun.erf(s) - fun.erfc(0.3 * s) * cut(i * j * 3)
+
+            return attention(q, given["k"], given["v"], score_mod=score).sum()
+
+        got, wanted = (
+            jax.jvp(
+                lambda q, x=x: jax.jvp(
+                    lambda q: call(q, x), (q,), (given["q"],)
+                )[1],
+                (given["q"],), (given["q"],),
+            )[1]
+            for x in (False, True)
+        )  # fmt: skip
+        # Two ways to the same sum of 24 terms of at most 200.
+        assert_allclose(got, wanted, "got", atol=24 * 200 * 2.0**-50)
 
 
 def test_errors_of_mod_arrays():

@@ -68,6 +68,31 @@ def read_only(arrays):
     return {n: x for n, x in arrays.items() if not n.endswith("_new")}
 
 
+def tree(b, h, q_idx, kv_idx, *, is_ancestor, seqlen_q, seqlen_k):
+    context = seqlen_k - seqlen_q
+    return (kv_idx < context) | is_ancestor[q_idx, kv_idx - context]
+
+
+def steep(score, b, h, q_idx, kv_idx, *, table, rate):
+    return rate * score - table[h] * kv_idx
+
+
+def of_request(b, h, q_idx, kv_idx, *, first):
+    return kv_idx >= first[b]
+
+
+ANCESTORS = np.tril(np.ones((3, 3), bool)) & ~np.eye(3, k=-1, dtype=bool)
+TREE = {
+    "score_mod": steep,
+    "mask_mod": tree,
+    "mod_arrays": {
+        "is_ancestor": ANCESTORS, "table": normal(4, seed=9), "rate": 0.5
+    },
+}  # fmt: skip
+OF_REQUEST = {
+    "mask_mod": of_request, "mod_arrays": {"first": np.array([5, 0])}
+}  # fmt: skip
+
 CALLS = {
     "new": given(),
     "causal": given(causal=True, window=(5, 0), softcap=2.0),
@@ -75,6 +100,8 @@ CALLS = {
     "slots": given(cache_batch_idx=np.array([1, 0], np.int32)),
     "left": given(cache_leftpad=np.array([2, 0], np.int32)),
     "sink": given(sink=normal(4), alibi_slopes=normal(2, 4)),
+    "tree": given(**TREE),
+    "of request": paged(given(**OF_REQUEST)),
     "paged": paged(given()),
     "packed": packed(given()),
     "rotated": rotated(given()),
@@ -120,7 +147,7 @@ def test_values_are_those_of_numpy(name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["new", "bfloat16", "paged", "rotated"])
+@pytest.mark.parametrize("name", ["bfloat16", "paged", "rotated", "tree"])
 def test_values_are_those_of_the_kernels(name):
     arrays, static = split(CALLS[name])
     with by_the_driver("sm_80"):
@@ -143,7 +170,9 @@ def test_rows_that_are_padded():
     assert abs(got - values).max() <= 2 * 2.0**-8 * abs(values).max()
 
 
-@pytest.mark.parametrize("name", ["new", "paged", "packed", "rotated", "read"])
+@pytest.mark.parametrize(
+    "name", [*("new", "paged", "packed", "rotated"), "read", "tree", "left"]
+)
 def test_vmap(name):
     arrays, static = split(CALLS[name])
     axes = {n: 1 if n in ("q", "k_cache", "v_cache") else None for n in arrays}
@@ -160,6 +189,50 @@ def test_vmap(name):
         one = {n: x if axes[n] is None else x[:, i]
                for n, x in several.items()}  # fmt: skip
         assert_all_same([x[i] for x in got], call(one))
+
+
+@pytest.mark.parametrize("options", [TREE, OF_REQUEST])
+def test_vmap_of_functions(options):
+    """Arrays that they read may be mapped; the request's number is its own."""
+    arrays, _ = split(given())
+    own, static = split(options["mod_arrays"])
+    several = {n: jnp.stack([x, x[::-1]]) for n, x in own.items()}
+    queries = jnp.stack([arrays.pop("q")] * 2)
+
+    def call(q, own):
+        return forward_kvcache(
+            q, **arrays, **options | {"mod_arrays": own | static}
+        )
+
+    for axis, mapped in ((0, several), (None, own)):
+        got = jax.vmap(call, (0, axis))(queries, mapped)
+        for i in range(2):
+            each = jax.tree.map(lambda x, i=i: x[i], several)
+            wanted = call(queries[i], own if axis is None else each)
+            assert_all_same([x[i] for x in got], wanted)
+
+
+def test_functions_of_jaxs_that_close_over_arrays():
+    arrays, _ = split(given())
+    table = on_cpu(normal(4, seed=9))
+
+    def closed(score, b, h, q_idx, kv_idx):
+        return 0.5 * score - jnp.exp(jnp.log(jnp.abs(table)))[h] * kv_idx
+
+    size = {"table": abs(np.asarray(table)), "rate": 0.5}
+    got = jax.jit(lambda x: forward_kvcache(**x, score_mod=closed))(arrays)
+    wanted = expected(given(score_mod=steep, mod_arrays=size))
+    # exp(log) of numbers up to 3 times 11 keys: weights move by as much.
+    bound = 2 * 4 * 3 * 11 * 2.0**-24 * abs(wanted[0]).max()
+    assert abs(got[0] - wanted[0]).max() <= bound
+    words = r"mod_arrays\['table'\] is differentiated"
+    with pytest.raises(UnsupportedError, match=words):
+        jax.grad(
+            lambda x: forward_kvcache(
+                **arrays, score_mod=steep,
+                mod_arrays={"table": x, "rate": 1.0},
+            )[0].sum()
+        )(table)  # fmt: skip
 
 
 def test_scan_generates_what_a_causal_call_computes():

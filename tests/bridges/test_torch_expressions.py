@@ -5,6 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="tests of torch's functions")
 
+from torch.nn import functional  # noqa: E402
+
 import cuflash  # noqa: E402
 from cuflash.errors import ExpressionError  # noqa: E402
 from helpers.compare import assert_allclose  # noqa: E402
@@ -30,6 +32,18 @@ FUNCTIONS = {
     "exp": lambda d, i, j: torch.exp(d / 9) + torch.exp2(d / 9),
     "log": lambda d, i, j: torch.log1p(abs(d)) + torch.log(j + 1.0),
     "tanh": lambda d, i, j: torch.tanh(d) + torch.sigmoid(d),
+    "erf": lambda d, i, j: torch.erf(d) + torch.special.erfc(d / 9) + d.erf(),
+    "gelu": lambda d, i, j: (
+        functional.gelu(d)
+        + functional.gelu(d, approximate="none")
+        - functional.gelu(d, approximate="tanh")
+    ),
+    "softplus": lambda d, i, j: (
+        functional.softplus(3 * d) - functional.logsigmoid(d)
+    ),
+    "silu": lambda d, i, j: functional.silu(d),
+    "masked_fill": lambda d, i, j: d.masked_fill(i < j, 0.5),
+    "div": lambda d, i, j: d + torch.div(i - j, 4, rounding_mode="floor"),
     "sqrt": lambda d, i, j: torch.sqrt(abs(d)) + torch.rsqrt(j + 1.0),
     "sin": lambda d, i, j: torch.sin(d) + torch.cos(d),
     "floor": lambda d, i, j: torch.floor(d / 2) + torch.ceil(d / 3),
@@ -72,6 +86,9 @@ REFUSED = {
         lambda s, b, h, i, j: s + torch.div(i, 2, rounding_mode="trunc"),
         "write a // b",
     ),
+    "beta": (
+        lambda s, b, h, i, j: functional.softplus(s, 2.0), "expressions know",
+    ),
     "alpha": (
         lambda s, b, h, i, j: torch.add(s, i, alpha=2), "write a + alpha * b",
     ),
@@ -82,7 +99,7 @@ REFUSED = {
         lambda s, b, h, i, j: s + torch.zeros(9)[j], "pass it by mod_arrays",
     ),
     "unknown": (
-        lambda s, b, h, i, j: torch.erf(s), "of NumPy's functions absolute",
+        lambda s, b, h, i, j: torch.erfinv(s), "of NumPy's and SciPy's",
     ),
 }  # fmt: skip
 

@@ -233,6 +233,37 @@ def test_under_a_dispatch_mode():
     assert any("function_attention_backward" in x for x in seen)
 
 
+def test_rows_of_values():
+    """Those of a tensor, as torch computes them of all pairs."""
+    chosen = torch.tensor([[0, 2], [1, 1], [3, 0]])
+    weights = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+    def mask(b, h, i, j):
+        here = (chosen[i % 3] == (j % 4).unsqueeze(-1)).any(dim=-1)
+        return here | (weights[i % 3] > 0.9).all(-1) | (i == j)
+
+    def score(s, b, h, i, j):
+        row = torch.where(weights[i % 3] > 0, weights[i % 3], 0.5 * s)
+        near = torch.abs(row - j.unsqueeze(-1)).amin(-1)
+        return s + near + torch.dot(weights[j % 3], weights[i % 3])
+
+    def plain(s, b, h, i, j):
+        one, other = weights[i % 3], weights[j % 3]
+        row = torch.where(one > 0, one, 0.5 * s[..., None])
+        near = torch.abs(row - j[..., None]).amin(-1)
+        return s + near + (one * other).sum(-1)
+
+    q, k, v = QKV
+    i = torch.arange(q.shape[1])[:, None].expand(-1, k.shape[1])
+    j = torch.arange(k.shape[1]).expand_as(i)
+    got = attention(q, k, v, score_mod=score, mask_mod=mask)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    scores = plain(scores, 0, 0, i, j)
+    scores = scores.masked_fill(~mask(0, 0, i, j), -torch.inf)
+    weights_of = scores.softmax(-1)
+    assert_near(got, torch.einsum("bhij,bjhd->bihd", weights_of, v))
+
+
 TABLE = torch.zeros(4, 8)
 REFUSED = {
     "device": (
@@ -260,7 +291,15 @@ REFUSED = {
     ),
     "row": (
         lambda s, b, h, i, j: s + TABLE[h], ExpressionError,
-        "read an element of it: TABLE[...]",
+        "it returns several values, expected a score",
+    ),
+    "rows": (
+        lambda s, b, h, i, j: (TABLE[h] * TABLE.mT[j]).sum(-1),
+        ExpressionError, "rows of 4 and 8 traced values",
+    ),
+    "an axis of a row": (
+        lambda s, b, h, i, j: s + TABLE[h].sum(dim=1), ExpressionError,
+        "write x.sum(dim=-1)",
     ),
     "real index": (
         lambda s, b, h, i, j: s + TABLE[h, i / 2], ExpressionError,

@@ -1,5 +1,9 @@
 """Code that Inductor writes: it calls kernels without the dispatcher."""
 
+import sys
+import types
+from types import SimpleNamespace as Node
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch need it")
@@ -105,13 +109,35 @@ def test_many_lengths():
         assert_arrays_equal(call(*inputs), attention(*inputs), "call(*inputs)")
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.14.0a0+5e", "2.16.0"])
-def test_unknown_versions_call_operators(monkeypatch, version):
-    monkeypatch.setattr(torch, "__version__", version)
+@pytest.mark.parametrize(
+    "name", ["make_fallback", "tag_to_layout_constraint", "lowerings"]
+)
+def test_an_inductor_that_differs_calls_operators(monkeypatch, name):
+    from torch._inductor import lowering
+
+    own = types.ModuleType(lowering.__name__)
+    vars(own).update(vars(lowering))
+    setattr(own, name, lambda: None)  # takes no arguments, is no dict
+    monkeypatch.setitem(sys.modules, lowering.__name__, own)
     inputs = tensors(torch.float32)
     out, code = compiled(attention, inputs)
     assert "torch.ops.cuflash.plain_attention.default(" in code
     assert_arrays_equal(out, attention(*inputs), "out")
+
+
+def test_only_a_node_that_calls_the_operator_is_renamed():
+    overload = torch.ops.cuflash.plain_attention.default
+    text = "torch.ops.cuflash.plain_attention.default"
+    call = Node(python_kernel_name=text, op_overload=overload)
+    box = Node(data=Node(data=Node(inputs=[call])))
+    assert inductor.call_of([box], overload) is call
+    call.python_kernel_name = "torch.ops.cuflash.plain_attention"
+    assert inductor.call_of([box], overload) is None
+    other = torch.ops.cuflash.attention.default
+    call.python_kernel_name = "torch.ops.cuflash.attention.default"
+    for results in ([], [Node()], [Node(data=Node(data=Node(inputs=[])))]):
+        assert inductor.call_of(results, other) is None
+    assert inductor.call_of([box], other) is None
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code")

@@ -300,11 +300,11 @@ def test_an_architecture_that_no_kernel_has(arch):
     assert emulator.current() is None
 
 
-def test_a_dtype_that_an_architecture_has_not():
-    q = np.zeros((4, 8), np.float16)
+def test_a_precision_that_an_architecture_has_not():
+    q = np.zeros((4, 8), np.float32)
     with emulator.active("sm_75"):
-        with pytest.raises(UnsupportedError, match="float16 needs a GPU"):
-            cuflash.forward(q, q, q)
+        with pytest.raises(UnsupportedError, match="'tf32x3' needs a GPU"):
+            cuflash.forward(q, q, q, precision="tf32x3")
 
 
 def test_another_system(monkeypatch):

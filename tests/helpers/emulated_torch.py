@@ -52,7 +52,7 @@ class EmulatedTorch(EmulatedCuda):
         return STREAM
 
     def current_stream(self, device):
-        return SimpleNamespace(cuda_stream=STREAM)
+        return SimpleNamespace(__cuda_stream__=lambda: (0, STREAM))
 
     def to_array(self, x):
         return to_numpy(x)

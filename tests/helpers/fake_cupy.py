@@ -93,7 +93,7 @@ class FakeCupy(types.ModuleType):
             alloc=self._alloc_for_kernels,
             get_current_stream=lambda: types.SimpleNamespace(ptr=STREAM),
             Device=self._device,
-            ExternalStream=self._external_stream,
+            Stream=types.SimpleNamespace(from_external=self._stream_of),
             Event=Event,
         )
 
@@ -124,8 +124,10 @@ class FakeCupy(types.ModuleType):
         self.device = before
 
     @contextmanager
-    def _external_stream(self, stream, device):
-        self.log.append(("stream", device, stream))
+    def _stream_of(self, foreign):
+        version, stream = foreign.__cuda_stream__()
+        assert version == 0
+        self.log.append(("stream", self.device, stream))
         yield
 
     def _read_abc(self, target, source, nbytes, kind, stream):

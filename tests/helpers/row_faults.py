@@ -62,6 +62,11 @@ FAULTS = {
         "CAUSAL ? clamp(query + (seqlen_k - seqlen_q) + 1,",
         "CAUSAL ? clamp(query + (seqlen_k - seqlen_q),",
     ),
+    "the check that users run": Fault(
+        "cuflash/check/bounds.py",
+        "y.dv = turned(p * (y.eta + terms + stored)",
+        "y.dv = turned(p * (1 + y.eta + terms + stored)",
+    ),
     "a user's score and mask": Fault(
         "cuflash/expressions/intervals.py",
         '"subtract": lambda a, b: (a[0] - b[1], a[1] - b[0])',

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import strategies as st
 
 import strategies
+from cuflash.check.bounds import ARITHMETIC, derivative_bounds
 from helpers import derivative_error_bounds as bounds
 from helpers.backends import BACKENDS, CUPY, EMULATED, NUMPY, on_kernels
-from helpers.bounds import ARITHMETIC
 from helpers.calls import forward
 from helpers.compare import assert_at_most
 from helpers.data import Case, Emulation, inputs
@@ -77,7 +77,7 @@ def exact_and_bounds(case, relative, *arrays):
     )
     arithmetic = ARITHMETIC[case.precision or case.dtype]
     group = case.num_heads_q // case.num_heads_kv
-    most = bounds.derivative_bounds(x, arithmetic, group, relative)
+    most = derivative_bounds(x, arithmetic, group, relative)
     pairs = [*zip(bounds.results(x), most, strict=True)]
     for n in (3, 4):
         pairs[n] = [sum_groups(y, case.num_heads_kv) for y in pairs[n]]
@@ -220,7 +220,7 @@ def test_one_number_bounds_a_whole_array(keys, d):
     out_dot = 6 * d * a + 72 * a + 7 * n + 36 * t + 20 * ends + 36
     out_dot = apart * out_dot + w * (4 * d + 4)
     of_v = 2 * d * a + 24 * a + 3 * n + 12 * t + 10 * ends + 11
-    most = bounds.derivative_bounds(x, ARITHMETIC["float64"])
+    most = derivative_bounds(x, ARITHMETIC["float64"])
     assert most[1].max() <= u * lse_dot
     assert most[0].max() <= u * (size * out_dot + v_dot * of_v)
 

@@ -7,6 +7,7 @@ but one: 1 + u rounds to 1, and so does 1 + u + u + ... .
 import numpy as np
 import pytest
 
+from cuflash.check.bounds import ARITHMETIC
 from helpers import bounds
 from helpers.backends import BACKENDS, EMULATED, on_kernels
 from helpers.calls import backward, forward
@@ -38,7 +39,7 @@ def errors_and_bounds(backend, case, q, k, v, dout):
     scale = case.scale or q.shape[-1] ** -0.5
     x = bounds.exact(*wide, scale=scale, causal=case.causal)
     kind = case.precision or case.dtype
-    allowed = bounds.bounds(x, bounds.ARITHMETIC[kind])
+    allowed = bounds.bounds(x, ARITHMETIC[kind])
     triples = zip(got, bounds.results(x), allowed, strict=True)
     pairs = [(np.abs(a - b), most) for a, b, most in triples]
     return dict(zip(NAMES, pairs, strict=True))
@@ -119,7 +120,7 @@ def test_one_product_in_parts(backend):
     k[0, 0, :, 0] = 1 + 2.0**-11 + (np.arange(HEADS) - 4) * 2.0**-23
     _, lse = forward(backend, case, q, k, v)
     exact = (q.astype(np.float64) * k)[..., 0].swapaxes(1, 2)
-    x, u = bounds.ARITHMETIC["tf32x3"], 2.0**-24
+    x, u = ARITHMETIC["tf32x3"], 2.0**-24
     worst = (np.abs(lse - exact) / exact).max()
     assert 6 * u < worst <= x.split + u + 2 * 2.0**-11 * u
 
@@ -133,7 +134,7 @@ def dtype_of(case):
 
 def one_and_many(case, array):
     """Fill with u, except for one token of each head."""
-    u = bounds.ARITHMETIC[case.dtype].unit
+    u = ARITHMETIC[case.dtype].unit
     array[:] = u
     for head in range(HEADS):
         array[:, array.shape[1] // HEADS * head, head] = 1
@@ -146,7 +147,7 @@ def signs(array):
 
 
 def lost_in_scores(case, q, k, v, dout):
-    u = bounds.ARITHMETIC[case.dtype].unit
+    u = ARITHMETIC[case.dtype].unit
     q[:], k[:] = 2.0**-12, u * 2.0**12
     q[..., 0] = k[..., 0] = 1
 

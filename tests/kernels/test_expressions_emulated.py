@@ -158,6 +158,7 @@ SCORES = {
     "an index of reals": "score + curve[to_int(kv_idx * 0.3 + 0.7)]",
     "all inside, some outside": "score + curve[kv_idx % 5] + half[q_idx]",
     "sizes": "score * table.shape[1] / ids.shape[0]",
+    "both ends of erf": "special.erf(curve[kv_idx]) - special.erfc(2 * score)",
 }
 MASKS = {
     "an int16 that is unknown, and 1": "small[q_idx] + 1 > -5",
@@ -261,6 +262,8 @@ DECIDED = {
     "blocks": ("q_idx // 8 == kv_idx // 6", True),
     "a choice": ("np.where(q_idx < 8, kv_idx < 6, q_idx > kv_idx)", True),
     "a real distance": ("(q_idx - kv_idx) * 0.5 <= 2.25", True),
+    "what rises": ("special.erf((q_idx - kv_idx) * 0.1) <= 0.5", True),
+    "what falls": ("special.erfc((q_idx - kv_idx) * 0.1) <= 0.8", True),
     "nothing": ("q_idx < 0", True),
     "everything": ("kv_idx >= 0", True),
 }  # fmt: skip

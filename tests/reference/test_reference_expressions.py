@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import special
 
 from cuflash.reference import backward, expressions, forward
 from cuflash.reference.attention import attention, attention_vjp
@@ -225,6 +226,7 @@ SMOOTH = {
     "circle": lambda x: np.sin(x) * np.cos(x) + np.tan(x) + np.arctan(x),
     "hyperbola": lambda x: np.tanh(x) + np.sinh(x) * np.cosh(x),
     "minus": lambda x: -x - (+x),
+    "error": lambda x: special.erf(x) + 3 * special.erfc(x / 2),
 }
 
 
@@ -288,6 +290,15 @@ def test_an_array_without_axes_has_a_gradient():
     )
     want = (ahead - behind) / 2e-5
     assert_allclose(dmod["t"], np.array(want), "dt", atol=1e-8)
+
+
+def test_integers_that_are_cut():
+    x = Dual([2**31 - 1, 2**31, -(2**31) - 1, 2**33 + 7])
+    got = x.astype(np.int32).value
+    assert_arrays_equal(got, [2**31 - 1, -(2**31), 2**31 - 1, 7], "int32")
+    for narrow in (np.int8, np.int16, np.uint32, np.uint64):
+        with pytest.raises(TypeError, match="wraps: write x.astype"):
+            x.astype(narrow)
 
 
 def test_nan_is_no_branch():

@@ -17,6 +17,7 @@ from demo_parts.comparison import (
     random_inputs,
 )
 from demo_parts.entropy import head_entropies, largest_entropy
+from demo_parts.lists import Lists, share_in_order
 from demo_parts.model import Config, Transformer
 from demo_parts.text import Corpus, load_text
 from demo_parts.training import Adam
@@ -90,6 +91,40 @@ def test_first_loss_is_a_uniform_guess():
     tokens = np.zeros((2, 6), dtype=int)
     # Logits are exactly 0, so only log and the mean of 12 are rounded.
     assert model.loss(tokens, tokens) == pytest.approx(np.log(5), rel=1e-14)
+
+
+def test_tokens_that_are_not_asked_for_count_nothing():
+    model, tokens, targets = tiny_model()
+    whole = model.loss(tokens, targets, with_gradient=True)
+    gradient = model.gradient.copy()
+    more = np.concatenate([targets, np.full_like(targets, -1)])
+    loss = model.loss(np.tile(tokens, (2, 1)), more, with_gradient=True)
+    # Sums of at most a few hundred terms, each rounded.
+    assert loss == pytest.approx(whole, rel=1e-13)
+    error = np.abs(model.gradient - gradient).max()
+    assert error <= 1e-13 * np.abs(gradient).max()
+
+
+def test_lists_are_followed_by_themselves_in_order():
+    lists = Lists(["b", "a", "d", "c"])
+    tokens, targets = lists.batch(lists.train, TINY, np.random.default_rng(0))
+    assert tokens.shape == targets.shape == (TINY.batch, 6)
+    for row, after in zip(tokens, targets, strict=True):
+        words = sorted(lists.decode(row[:3]).split())
+        assert len(set(words)) == 3
+        assert lists.decode(row[3:]).split() == [":", *words[:2]]
+        assert lists.decode(after[3:]).split() == words
+        assert after[:3].tolist() == [-1] * 3
+
+
+def test_only_lists_without_a_fault_are_counted():
+    lists = Lists(["a", "b", "c"])  # a list of all: always a, b, c
+    model = Transformer(TINY, 4, np)
+    rng = np.random.default_rng(0)
+    model.p["norm"][:] = 0  # logits are 0, and the likeliest word a
+    assert share_in_order(model, lists, rng) == 0
+    model.forward = lambda tokens: (np.eye(4)[[[0, 0, 0, 0, 1, 2]]], None)
+    assert share_in_order(model, lists, rng) == 1
 
 
 def test_text_is_encoded_and_split_without_loss():
@@ -186,13 +221,14 @@ def test_a_short_run_learns_and_saves_pictures(tmp_path, monkeypatch, capsys):
     assert demo.main(["--output", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     first, last = shown.split("fell from ")[1].split(" nats")[0].split(" to ")
-    # How often letters occur is worth more than a nat; 30 steps learn most.
+    # That words come in order is soon learned.
     assert float(last) < float(first) - 0.7
-    table = shown.split("largest possible")[1].split("What")[0].split()
+    table = shown.split("largest possible")[1].split("Pictures")[0].split()
     *heads, largest = map(float, table[2:])  # after "layer 1"
     assert len(heads) == small.num_heads
     assert all(0 < x < largest for x in heads)
     assert largest == round(largest_entropy(small.seqlen), 2)
+    assert "of the 24 words. Of 256 new lists" in shown
     for name in ("loss.png", "attention.png", "memory.png"):
         picture = (tmp_path / name).read_bytes()
         assert picture.startswith(b"\x89PNG")

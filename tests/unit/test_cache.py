@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -157,19 +156,66 @@ def test_a_read_only_cache_is_read(keep, monkeypatch):
 
 
 def test_no_folder_at_all_names_the_variable(keep, read_only, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", "/dev/null/nowhere")
+    monkeypatch.setattr(cache, "_PARENTS", ("/dev/null/nowhere",))
     with pytest.raises(CompileError, match="nor in a temporary.*CUPY_CACHE_"):
         keep()
 
 
-def test_a_disk_that_is_full(keep, tmp_path):
-    def fail(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+# A disk that is full ---------------------------------------------------------
 
-    with pytest.raises(CompileError) as caught:
-        cache.kept("a.bin", fail)
+
+def full(path):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_disks_that_are_all_full(keep, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_temporary", {})
+    with pytest.warns(RuntimeWarning), pytest.raises(CompileError) as caught:
+        cache.kept("a.bin", full)
     assert f"written to {tmp_path / 'cache'} ([Errno 28]" in str(caught.value)
     assert "CUPY_CACHE_DIR" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_full", [1, 2])
+def test_a_full_disk_costs_a_warning(keep, monkeypatch, tmp_path, num_full):
+    """The system's temporary folder may be on it too, memory is not."""
+
+    def build(path):
+        places.append(path.parent)
+        if len(places) <= num_full:
+            full(path)
+        path.write_bytes(WHOLE)
+
+    places = []
+    monkeypatch.setattr(cache, "_temporary", {})
+    monkeypatch.setattr(cache, "_PARENTS", (None, str(tmp_path)))
+    with pytest.warns(RuntimeWarning, match="No space left.*CUPY_CACHE") as x:
+        path = cache.kept("a.bin", build)
+    assert path.read_bytes() == WHOLE and len(x) == 1
+    assert len({*places}) == num_full + 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a limit of POSIX")
+def test_a_file_that_the_system_cuts(tmp_path):
+    """RLIMIT_FSIZE, as a quota, lets a file be made but not written."""
+    text = """
+import resource
+from cuflash.build import cache
+from cuflash.errors import CompileError
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    cache.kept("a.bin", lambda path: path.write_bytes(bytes(1000)))
+except CompileError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "CUPY_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "File too large" in done.stdout and "nor in a" in done.stdout
 
 
 # Which folder ----------------------------------------------------------------

@@ -282,7 +282,7 @@ def test_a_call_waits_for_no_other_kernel(compiled, monkeypatch):
     monkeypatch.setattr(nvrtc, "_compile", compile_slowly)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(nvrtc.cubin_file, small_kernel(), "sm_120")
-        under_way.wait()
+        assert under_way.wait(60)
         assert nvrtc.cubin_file(small_kernel(), "sm_80").exists()
         assert not slow.done()
         may_end.set()

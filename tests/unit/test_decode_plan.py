@@ -74,13 +74,18 @@ ON_CUDA_CORES = [
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a"])
 def test_the_kernel_on_cuda_cores(changes, arch):
     problem = replace(CALL, **changes)
-    if arch == "sm_75" and problem.dtype == "bfloat16":
-        problem = replace(problem, dtype="float32")
     decided = plan(problem, device_of_arch(arch))
     assert decided.family == "decode_simt"
     itemsize = 8 if problem.dtype == "float64" else 4
     widths = [x.itemsize for x in decided.workspace if x.name[:5] == "split"]
     assert widths == [itemsize] * 2
+
+
+def test_sm_75_decodes_float16_on_tensor_cores():
+    device = device_of_arch("sm_75")
+    families = {"float16": "decode", "bfloat16": "decode_simt"}
+    for dtype, family in families.items():
+        assert plan(replace(CALL, dtype=dtype), device).family == family
 
 
 @pytest.mark.parametrize("changes", [

@@ -73,7 +73,7 @@ SCORES = {
     ),
     "unknown ufunc": (
         lambda score, b, h, q_idx, kv_idx: np.arctan(score),
-        "np.arctan cannot be recorded", "of NumPy's functions absolute, add,",
+        "np.arctan cannot be recorded", "of NumPy's and SciPy's functions",
     ),
     "unknown function": (
         lambda score, b, h, q_idx, kv_idx: np.sinc(score),
@@ -86,6 +86,18 @@ SCORES = {
     "method": (
         lambda score, b, h, q_idx, kv_idx: score.cumsum(),
         "no attribute 'cumsum'", "write NumPy's function, np.exp(x)",
+    ),
+    "narrow int": (
+        lambda score, b, h, q_idx, kv_idx: score + (kv_idx * 9).astype("i1"),
+        "int8, which wraps, where ints have 64", "write x.astype(int), and x",
+    ),
+    "unsigned int": (
+        lambda score, b, h, q_idx, kv_idx: score * kv_idx.astype(np.uint64),
+        "a conversion to uint64", "% 256 or the like",
+    ),
+    "byte": (
+        lambda score, b, h, q_idx, kv_idx: score * (kv_idx > 3).byte(),
+        "a conversion to uint8", "write x.astype(int)",
     ),
     "reduce": (
         lambda score, b, h, q_idx, kv_idx: np.add.reduce(score),

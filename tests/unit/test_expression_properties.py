@@ -79,6 +79,7 @@ def test_derivatives_are_those_of_dual_numbers(function, seed):
 @example(Drawn("score_mod", "np.log(np.where(q_idx > 3, score, 1.0))"), 0)
 @example(Drawn("score_mod", "np.sqrt(np.maximum(score, 0))"), 0)
 @example(Drawn("score_mod", "abs(score) ** 1.5 + np.cos(score) ** 2"), 0)
+@example(Drawn("score_mod", "(1.5 + abs(score)) ** score"), 0)  # 0 is drawn
 def test_slopes_of_slopes_are_those_of_dual_numbers(function, seed):
     """Where they are finite: both leave out what has a slope of 0."""
     node, own, values, pairs = drawn_call(function, seed)

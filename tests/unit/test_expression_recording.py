@@ -1,6 +1,7 @@
 """Recording a user's function: remembering, folding, ranges."""
 
 import functools
+import math
 import time
 import types
 from dataclasses import dataclass
@@ -372,6 +373,14 @@ def _seconds(call, *args):
         (lambda x, y: np.clip(x, max=5), lambda x, y: np.minimum(x, 5)),
         (lambda x, y: x.clip(max=y, min=1), lambda x, y: np.clip(x, 1, y)),
         (lambda x, y: x.astype(np.int32), lambda x, y: x),
+        (
+            lambda x, y: (x * y).astype(np.int32),
+            lambda x, y: (x * y << 32) >> 32,
+        ),
+        (
+            lambda x, y: (x / y).astype(np.int32),
+            lambda x, y: (x / y).astype(int),
+        ),
         (lambda x, y: x + np.array(y), lambda x, y: x + y),
         (lambda x, y: 5 < x, lambda x, y: x > 5),
         (lambda x, y: np.abs(x), lambda x, y: abs(x)),
@@ -388,6 +397,8 @@ def test_one_graph(expression, same):
         (lambda x, y: (x > y) & False, False),
         (lambda x, y: (x > y) | True, True),
         (lambda x, y: x**0 + 2**62, 2**62 + 1),
+        (lambda x, y: (x**0 + 2**31).astype("int32"), 1 - 2**31),
+        (lambda x, y: math.floor(x**0 + 2**40), 2**40 + 1),
         (lambda x, y: (x**0 - 8) // 2, -4),
         (lambda x, y: (x**0 - 8) % 3, 2),
         (lambda x, y: (x**0) // (x**0 - 1), 0),

@@ -65,6 +65,7 @@ def test_each_call_knows_them(call):
         ("apply_rotary", "rotary_interleaved", ": write interleaved"),
         ("forward", "enable_gqa", ": grouped heads need no argument"),
         ("forward", "deterministic", ": it is an argument of cuflash."),
+        ("forward", "stream", ": a call runs on the current stream: write"),
         ("forward", "casual", ": did you mean causal?"),
         ("merge_states", "out_b", ": write more, without a name"),
         ("merge_states", "more", ": pass its arrays without a name"),

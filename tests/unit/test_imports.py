@@ -26,25 +26,28 @@ LAW = {
     "errors": "",
     "folders": "",
     "settings": "errors",
+    "diagnosis": "folders",
     "expressions": "errors",
     "request": "errors expressions",
     "plans": "errors settings folders request expressions",
     "backends.base": "request plans",
     "launch": "errors settings request plans backends.base",
-    "build": "errors settings folders plans launch",
+    "build": "errors settings folders diagnosis plans launch",
     "backends.cupy": "errors request plans backends.base launch build",
     "backends": "errors folders request plans launch build reference",
     "backends.numpy": "settings request expressions reference",
     "emulator": "backends",
-    "api": "errors settings folders request launch backends backends.base"
-    " backends.cupy backends.numpy",
+    "api": "errors settings folders diagnosis request launch backends"
+    " backends.base backends.cupy backends.numpy",
+    "check": "errors folders diagnosis request plans build backends api"
+    " _version",
     "torch": f"{_BELOW_BRIDGES} expressions distributed",
     "jax": f"{_BELOW_BRIDGES} expressions",
     "flash_attn": "errors request torch",
     "distributed": f"{_BELOW_BRIDGES} backends expressions __init__",
     "__init__": "errors api build emulator reference _checkout _version",
     "__main__": "errors settings folders request plans build backends"
-    " backends.cupy __init__",
+    " backends.cupy check __init__",
 }
 MAY_IMPORT_CUPY = {
     "backends.cupy",
@@ -194,7 +197,7 @@ def test_the_reference_imports_nothing_of_cuflash():
         names = imports.top | imports.later
         own = {x for x in names if x.startswith("cuflash.reference")}
         foreign = first_parts(names - own)
-        assert foreign <= {*sys.stdlib_module_names, "numpy", "scipy"}, module
+        assert foreign <= {*sys.stdlib_module_names, "numpy"}, module
 
 
 def test_cupy_is_imported_only_where_allowed():

@@ -39,6 +39,19 @@ def test_runs_of_wide_heads_are_longer():
     assert tiles[0] == 0 and 2 * LONGEST_RUN < keys <= 4 * LONGEST_RUN
 
 
+def test_runs_are_shorter_on_sm_75():
+    """Its tensor cores add 4 products at a time, and lose as much each time.
+
+    Of so many keys the next one would be summed in two levels.
+    """
+    for keys, is_long in ((LONGEST_RUN // 4, False), (LONG // 4, True)):
+        problem = small_problem("forward", "float16", seqlen_k=keys)
+        decided = plan(problem, device_of_arch("sm_75"), "sm80")
+        tiles = dict(decided.kernels[-1].constants)["RUN_TILES"]
+        expected = LONGEST_RUN // 4 if is_long else 0
+        assert tiles * decided.tile.block_k == expected
+
+
 def test_parts_of_keys_are_short_enough():
     """However many heads there are, so that parts do not pay."""
     heads = {"num_heads_q": 4096, "num_heads_kv": 4096}

@@ -120,6 +120,15 @@ PLACES = {
         " mask_mod max_seqlen_q max_seqlen_k mod_arrays return_dmod score_mod"
         " seed segment_ids_q segment_ids_k sink softcap window",
     ),
+    # The check that users run.
+    "check/options": (
+        "a value of each, what they add to bounds",
+        "alibi_slopes bias cu_seqlens cu_seqlens_k cu_seqlens_q dropout mask"
+        " mask_mod mod_arrays return_dmod score_mod seed segment_ids_k"
+        " segment_ids_q sink softcap window",
+    ),
+    "check/exact": ("the other term of a row", "sink"),
+    "check/expected": ("the bound of its gradient", "sink"),
     # Bridges: what others call ours, what a library asks of one option.
     "torch/attention": ("seeds drawn, warnings", "bias dropout seed"),
     "torch/derivatives": ("linear in it", "dropout"),

@@ -16,7 +16,8 @@ from cuflash.request import options
 from cuflash.request.problem import Problem
 from helpers.kernels import ASKED, small_problem
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+GUIDE = Path(__file__).parents[2] / "docs/guide"
+PAGE = (GUIDE / "options.md").read_text(encoding="utf-8")
 NAMES = [option.name for option in options.TABLE]
 of_each_option = pytest.mark.parametrize("option", options.TABLE, ids=NAMES)
 HOPPER = device_of_arch("sm_90a")
@@ -50,7 +51,7 @@ def test_derivatives_have_the_options_of_forward(call):
     assert list(parameters)[first : first + len(names)] == names
     for name in names:
         assert parameters[name].default == known[name].default
-        assert re.search(rf"^    .*\b{name}\b", call.__doc__, re.M)
+        assert re.search(rf"^.*\b{name}\b", inspect.getdoc(call), re.M)
 
 
 @of_each_option
@@ -73,7 +74,7 @@ def test_defaults_are_those_of_the_calls(option):
     ],
 )
 def test_docstrings_spell_options_out(call, names):
-    arguments, _, _ = call.__doc__.partition("Returns\n")
+    arguments, _, _ = inspect.getdoc(call).partition("Returns\n")
     assert set(names) <= set(re.findall(r"\w+", arguments))
     assert "**options" not in arguments
 
@@ -81,8 +82,8 @@ def test_docstrings_spell_options_out(call, names):
 def entry(name, call=cuflash.forward):
     """Return a docstring's entry of an option."""
     found = re.search(
-        rf"^    [\w, ]*\b{name}\b[\w, ]* : .*(?:\n        .*)*",
-        call.__doc__.partition("Returns\n")[0],
+        rf"^[\w, ]*\b{name}\b[\w, ]* : .*(?:\n    .*)*",
+        inspect.getdoc(call).partition("Returns\n")[0],
         re.M,
     )
     return found and found[0]
@@ -95,8 +96,8 @@ def test_docstrings_describe_each(option):
         return
     assert entry(option.name)
     as_of_forward = re.search(
-        r"^    scale, causal(.*\n)+?        As given to `forward`",
-        cuflash.backward.__doc__,
+        r"^scale, causal(.*\n)+?    As given to `forward`",
+        inspect.getdoc(cuflash.backward),
         re.M,
     )
     assert option.name in re.findall(r"\w+", as_of_forward[0])
@@ -117,10 +118,10 @@ def test_docstrings_describe_the_arrays(option):
 
 
 @of_each_option
-def test_the_readme_lists_what_excludes_it(option):
+def test_the_page_lists_what_excludes_it(option):
     if option.of_gradients or not option.flag or option.traced:
         return
-    table = README.split("<!-- options:")[1].split("\n\n")[1]
+    table = PAGE.split("<!-- options:")[1].split("\n\n")[1]
     (row,) = (x for x in table.splitlines() if f"`{option.name}`" in x)
     assert ("| bias, mask or segment" in row) == any(
         option.name in other.not_with for other in options.TABLE

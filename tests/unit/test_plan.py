@@ -149,18 +149,16 @@ def test_simt_has_the_other_derivatives(direction, changes):
 
 
 @both_directions
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-def test_sixteen_bits_need_sm_80(direction, dtype):
-    with pytest.raises(UnsupportedError) as raised:
-        planned(direction, dtype, arch="sm_75")
-    assert str(raised.value) == (
-        f"{dtype} needs a GPU of compute capability 8.0 or newer, this one "
-        "has 7.5 (sm_75); float32 and float64 run from 7.5 on"
-    )
+@pytest.mark.parametrize("d", [1, 64, 100, 128, 192, 224, 256, 512])
+def test_sm_75_multiplies_float16_on_tensor_cores(direction, d):
+    """Up to 256; bfloat16 is unknown to them."""
+    family = "sm80" if d <= 256 else "simt"
+    assert planned(direction, "float16", d, "sm_75").family == family
+    assert planned(direction, "bfloat16", d, "sm_75").family == "simt"
 
 
 @both_directions
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_kernels_need_sm_75(direction, dtype):
     assert planned(direction, dtype, arch="sm_75").kernels
     with pytest.raises(UnsupportedError, match=r"7\.5 or newer.*has 7\.0"):
@@ -316,12 +314,12 @@ def test_errors_name_gpus_with_enough_shared_memory():
     )
 
 
-def test_errors_name_only_gpus_with_the_dtype():
+def test_errors_name_the_oldest_gpu():
     """Even on a GPU with the least shared memory."""
     device = replace(device_of_arch("sm_80"), shared_bytes=10_000)
-    for dtype, first in (("float16", "sm_80"), ("float32", "sm_75")):
+    for dtype in ("float16", "float32"):
         problem = small_problem("forward", dtype, 512)
-        with pytest.raises(UnsupportedError, match=f"fit on {first}, sm_8"):
+        with pytest.raises(UnsupportedError, match="fit on sm_75, sm_8"):
             plan(problem, device)
 
 
@@ -740,6 +738,14 @@ def test_default_plans_match_the_readme(arch):
     assert len(found) == len(problems) == 16
     assert {head_dim for _, _, head_dim, _ in found} == {64, 128}
     assert {dtype for _, dtype, _, _ in found} == set(SIXTEEN_BITS)
+
+
+def test_default_plans_of_sm_75_are_of_float16():
+    plans = default_plans(device_of_arch("sm_75"))
+    assert len(plans) == 8
+    assert {(p.problem.dtype, p.family) for p in plans} == {
+        ("float16", "sm80")
+    }
 
 
 def test_a_call_of_a_default_shape_uses_a_default_kernel():

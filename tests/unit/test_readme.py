@@ -1,4 +1,4 @@
-"""The README's examples run, and what it names exists."""
+"""The examples of README and guide run, and what these name exists."""
 
 import inspect
 import re
@@ -19,8 +19,31 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_examples_run():
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def page_of_the_guide(name):
+    return (ROOT / f"docs/guide/{name}.md").read_text(encoding="utf-8")
+
+
+QUICK_START = page_of_the_guide("quick_start")
+
+
+def python_blocks(page):
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+
+def test_the_readmes_example_runs():
+    (block,) = python_blocks(README)
+    names = {}
+    exec(block, names)
+    assert names["dq"].shape == names["q"].shape
+
+
+def test_the_readmes_quick_start_fits_a_screen():
+    section = README.split("## Quick start\n")[1].split("\n## ")[0]
+    assert len(section.strip().splitlines()) < 25
+
+
+def test_examples_of_the_quick_start_run():
+    blocks = python_blocks(QUICK_START)
     assert len(blocks) == 3
     names = {}
     for block in blocks:
@@ -30,9 +53,7 @@ def test_examples_run():
 
 
 def test_examples_of_the_kvcache_page_run():
-    page = (ROOT / "docs/guide/kvcache.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    decoding, text, latent = blocks
+    decoding, text, latent = python_blocks(page_of_the_guide("kvcache"))
     names = {}
     exec(decoding, names)
     assert names["out"].shape == (2, 1, 8, 64)
@@ -48,9 +69,8 @@ def test_examples_of_the_kvcache_page_run():
 
 
 def test_examples_of_the_options_page_run():
-    page = (ROOT / "docs/guide/options.md").read_text(encoding="utf-8")
     names = {}
-    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+    for block in python_blocks(page_of_the_guide("options")):
         exec(block, names)
     assert names["offsets"].tolist() == [0, 12, 19]
     assert names["padded"].shape == names["q"].shape
@@ -118,7 +138,8 @@ def test_commands_are_those_of_the_package(capsys):
         __main__.main(["--help"])
     assert stopped.value.code == 0
     (known,) = re.findall(r"\{([\w,]+)\}", capsys.readouterr().out)[:1]
-    named = re.findall(r"^python -m cuflash (\w+)", README, re.M)
+    page = page_of_the_guide("performance")
+    named = re.findall(r"^python -m cuflash (\w+)", page, re.M)
     assert sorted(named) == sorted(known.split(","))
 
 
@@ -127,7 +148,8 @@ HOPPER = device_of_arch("sm_90a")
 
 def test_the_table_of_options_matches_hopper():
     """The other families are covered by the tests of options."""
-    table = README.split("<!-- options:")[1].split("\n\n")[1]
+    page = page_of_the_guide("options")
+    table = page.split("<!-- options:")[1].split("\n\n")[1]
     given = {name: re.sub(r"_[qk]$", "", name) for name in api_options()}
     for row in table.splitlines()[2:]:
         option = row.strip("|").split("|")[0]
@@ -152,7 +174,7 @@ def api_options():
 def test_extras_exist():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
-    named = re.findall(r"'\.\[([\w,]+)\]'", README)
+    named = re.findall(r"'(?:\.|cuflash)\[([\w,]+)\]'", README)
     assert named
     extras = set(config["options.extras_require"])
     assert {e for names in named for e in names.split(",")} <= extras
@@ -161,4 +183,4 @@ def test_extras_exist():
 def test_public_calls_are_named():
     calls = [n for n in cuflash.__all__ if n.islower() and n[0] != "_"]
     assert calls
-    assert [n for n in calls if f"cuflash.{n}(" not in README] == []
+    assert [n for n in calls if f"cuflash.{n}(" not in QUICK_START] == []

@@ -51,6 +51,7 @@ void check_global(const void* address, int bytes, int alignment, Access access, 
 // A copy global to shared of which the first `read` bytes are read and the others zero. It lands
 // at the thread's wait for its group; until then no thread may access the target.
 void copy_later(uint32_t target, const void* source, int bytes, int read, Site site);
+void copy_now(uint32_t target, const void* source, int bytes, int read, Site site);
 void commit_copies();
 void wait_for_copies(int pending);
 

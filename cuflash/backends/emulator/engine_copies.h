@@ -17,12 +17,22 @@ void check_global(const void* address, int bytes, int alignment, Access access, 
     check_array(number, bytes, access, where);
 }
 
-void copy_later(uint32_t target, const void* source, int bytes, int read, Site site) {
+// The target of a copy of `read` of `bytes` bytes, checked as its source is.
+void* target_of_copy(uint32_t target, const void* source, int bytes, int read, Site site) {
     if (read < 0 || read > bytes) fault(site, "cp.async reads %d of %d bytes", read, bytes);
     check_alignment(reinterpret_cast<uint64_t>(source), bytes, [&] { return here(site); });
     if (read > 0) check_global(source, read, 1, Access::READ, site);
-    memset(shared_memory(target, bytes, bytes, Access::WRITE, site), 0xFF,
-           static_cast<size_t>(bytes));
+    return shared_memory(target, bytes, bytes, Access::WRITE, site);
+}
+
+void copy_now(uint32_t target, const void* source, int bytes, int read, Site site) {
+    void* to = target_of_copy(target, source, bytes, read, site);
+    memset(to, 0, static_cast<size_t>(bytes));
+    memcpy(to, source, static_cast<size_t>(read));
+}
+
+void copy_later(uint32_t target, const void* source, int bytes, int read, Site site) {
+    memset(target_of_copy(target, source, bytes, read, site), 0xFF, static_cast<size_t>(bytes));
     for (uint32_t i = target / GRANULE; i < (target + bytes) / GRANULE; ++i)
         block->granules[i].landing = static_cast<uint16_t>(thread->index + 1);
     thread->copies.push_back({target, static_cast<const unsigned char*>(source), bytes, read});

@@ -217,7 +217,8 @@ def _names(text: str, arch: str) -> _Names:
         return _Names()
     with tempfile.TemporaryDirectory() as name:
         file, made = Path(name, "names.cpp"), Path(name, "names.o")
-        file.write_text(_without_code(text, sorted(barriers)))
+        shown = _without_code(text, sorted(barriers))
+        file.write_text(shown, encoding="utf-8")
         _said(*runtime.explaining(arch), file, "-o", made)
         dump = _said(READELF, "--debug-dump=info", made)
     try:

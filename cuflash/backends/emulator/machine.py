@@ -14,7 +14,6 @@ import contextlib
 import functools
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,13 +64,10 @@ class Emulator:
         if not named or named[1] not in known:
             raise UnsupportedError(
                 f"arch is {self.arch!r}, expected one that kernels are"
-                f" planned for: sm_{', sm_'.join(known)} (on sm_75 float32"
-                " and float64 only), or one with a suffix, such as sm_90a"
+                f" planned for: sm_{', sm_'.join(known)}, or one with a"
+                " suffix, such as sm_90a"
             )
-        if not sys.platform.startswith("linux"):
-            raise UnsupportedError(
-                f"the emulator runs only on Linux, this is {sys.platform}"
-            )
+        runtime.check_system()
 
     def device(self) -> Device:
         """The properties that plans depend on."""
@@ -201,7 +197,7 @@ class Machine:
         with memory.shared(arrays, arguments) as (folder, lines):
             for program, launch in zip(programs, launches, strict=True):
                 text = "\n".join([*self._items(launch), *lines, ""])
-                (folder / "launch.txt").write_text(text)
+                (folder / "launch.txt").write_text(text, encoding="utf-8")
                 kernel = launch.kernel
                 runtime.run(
                     program,

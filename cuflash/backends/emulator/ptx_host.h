@@ -116,6 +116,19 @@ namespace emulator {
 
 struct MmaOperands { float* d; const u32* a; u32 b[2]; };
 
+// Below sm_80 an MMA of 16 products is two of 8, the first 8 first.
+constexpr bool HALVES_OF_MMAS = __CUDA_ARCH__ < 800;
+
+inline void multiply_add_half(
+    float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8], int half) {
+    float columns[16][16] = {}, rows[16][8] = {};           // eight more products of 0
+    for (int k = half * 8; k < half * 8 + 8; ++k) {
+        for (int i = 0; i < 16; ++i) columns[i][k] = a[i][k];
+        for (int j = 0; j < 8; ++j) rows[k][j] = b[k][j];
+    }
+    multiply_add(d, columns, rows);
+}
+
 template <typename Element> void mma_16x8x16(void* const (&lanes)[32]) {
     float a[16][16], b[16][8], d[16][8];
     for (int lane = 0; lane < 32; ++lane) {
@@ -132,7 +145,10 @@ template <typename Element> void mma_16x8x16(void* const (&lanes)[32]) {
             b[2 * t + i * 8 + 1][g] = to_float(high_half<Element>(own.b[i]));
         }
     }
-    multiply_add(d, a, b);
+    if constexpr (HALVES_OF_MMAS)
+        for (int half = 0; half < 2; ++half) multiply_add_half(d, a, b, half);
+    else
+        multiply_add(d, a, b);
     for (int lane = 0; lane < 32; ++lane)
         for (int i = 0; i < 4; ++i)
             static_cast<const MmaOperands*>(lanes[lane])->d[i] =
@@ -318,21 +334,36 @@ inline void load_shared_floats(u32 address, float& x, float& y, EMULATOR_SITE) {
 
 // ---- Asynchronous copies, global to shared ----
 
+constexpr bool COPIES_AT_ONCE = __CUDA_ARCH__ < 800;
+
+namespace emulator {
+
+inline void copy_chunk(u32 target, const void* source, int bytes, int read, Site site) {
+    if constexpr (COPIES_AT_ONCE) copy_now(target, source, bytes, read, site);
+    else copy_later(target, source, bytes, read, site);
+}
+
+}  // namespace emulator
+
 inline void cp_async_16(u32 target, const void* source, EMULATOR_SITE) {
-    emulator::copy_later(target, source, 16, 16, {file, line});
+    emulator::copy_chunk(target, source, 16, 16, {file, line});
 }
 
 inline void cp_async_16_partly(u32 target, const void* source, int bytes, EMULATOR_SITE) {
-    emulator::copy_later(target, source, 16, bytes, {file, line});
+    emulator::copy_chunk(target, source, 16, bytes, {file, line});
 }
 
 inline void cp_async_4(u32 target, const void* source, int bytes, EMULATOR_SITE) {
-    emulator::copy_later(target, source, 4, bytes, {file, line});
+    emulator::copy_chunk(target, source, 4, bytes, {file, line});
 }
 
-inline void cp_async_commit() { emulator::commit_copies(); }
+inline void cp_async_commit() {
+    if constexpr (!COPIES_AT_ONCE) emulator::commit_copies();
+}
 
-template <int PENDING> inline void cp_async_wait() { emulator::wait_for_copies(PENDING); }
+template <int PENDING> inline void cp_async_wait() {
+    if constexpr (!COPIES_AT_ONCE) emulator::wait_for_copies(PENDING);
+}
 
 // ---- Global memory ----
 

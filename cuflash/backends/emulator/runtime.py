@@ -17,12 +17,13 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from cuflash import folders
 from cuflash.build import cache, source
-from cuflash.errors import CompileError, KernelFault
+from cuflash.errors import CompileError, KernelFault, UnsupportedError
 from cuflash.plans.plan import Device, KernelPlan
 
 FOLDER = Path(__file__).parent
@@ -78,6 +79,19 @@ _LONGEST_TAIL = 2000  # characters of a child's stderr in messages
 
 
 # ---- Compiling ----
+
+
+def check_system() -> None:
+    """Raise an UnsupportedError where the engine does not run.
+
+    It is written for Linux's mmap, signal stacks, assembler and linker.
+    """
+    if not sys.platform.startswith("linux"):
+        instead = {"win32": ": use WSL 2", "darwin": ": use a container"}
+        raise UnsupportedError(
+            f"the emulator runs only on Linux, this is {sys.platform}"
+            + instead.get(sys.platform, "")
+        )
 
 
 def host_compiler() -> tuple[str, ...]:
@@ -184,7 +198,7 @@ def executable(
         folder.mkdir(exist_ok=True)
         try:
             written, made = folder / "kernel.cpp", folder / "kernel.o"
-            written.write_text(built)
+            written.write_text(built, encoding="utf-8")
             done = _call(*compiling, *headers, "-c", written, "-o", made)
             if done.returncode == 0:
                 program = folder / "program"
@@ -253,7 +267,7 @@ def _engine(command: tuple[str, ...]) -> Path:
         os.replace(made, path)
 
     files = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
-    texts = _hash("".join(file.read_text() for file in files))
+    texts = _hash("".join(x.read_text(encoding="utf-8") for x in files))
     key = (compiling, _version(command), texts)
     return _kept(f"engine_{_hash(key)}", build)
 
@@ -282,7 +296,7 @@ def _own_flags(command: tuple[str, ...]) -> tuple[str, ...]:
     if _call(*command, unset, "-x", "c++", "-E", os.devnull).returncode == 0:
         flags.append(unset)
     if platform.machine() == "x86_64":
-        processors = Path("/proc/cpuinfo").read_text()
+        processors = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         if re.search(r"^flags\s*:.*\bfma\b", processors, re.M):
             flags.append("-mfma")
     return tuple(flags)

@@ -26,14 +26,33 @@ template <typename Element> __device__ __forceinline__ u32 pack(float low, float
 
 template <> __device__ __forceinline__ u32 pack<float16>(float low, float high) {
     u32 pair;
+#if __CUDA_ARCH__ >= 800
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("{\n"
+        "    .reg .b16 low, high;\n"
+        "    cvt.rn.f16.f32 low, %1;\n"
+        "    cvt.rn.f16.f32 high, %2;\n"
+        "    mov.b32 %0, {low, high};\n"
+        "}" : "=r"(pair) : "f"(low), "f"(high));
+#endif
     return pair;
 }
 
+// Below sm_80 by integers: half a unit is added, less one where the kept half is even, so that ties
+// carry into odd halves only. A NaN would carry out of its exponent: it becomes the canonical one.
 template <> __device__ __forceinline__ u32 pack<bfloat16>(float low, float high) {
+#if __CUDA_ARCH__ >= 800
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+#else
+    const auto rounded = [](float x) {
+        const u32 bits = __float_as_uint(x);
+        return x == x ? bits + 0x7FFFu + (bits >> 16 & 1u) : 0x7FFF0000u;
+    };
+    return rounded(low) >> 16 | (rounded(high) & 0xFFFF0000u);
+#endif
 }
 
 // Unpack one element of such a register.
@@ -138,13 +157,24 @@ __device__ __forceinline__ u32 max_of_upper_halves_of_sizes(u32 m, float a, floa
 //     a[0]       row g, columns 2t 2t+1           a[1]       row g + 8, the same columns
 //     a[2]       row g, columns 2t+8 2t+9         a[3]       row g + 8, the same columns
 //     b0         rows 2t 2t+1 of column g         b1         rows 2t+8 2t+9 of column g
-// PTX ISA: Matrix Fragments for mma.m16n8k16 with floating point type.
+// Below sm_80 two m16n8k8: their fragments are the halves of these, columns 0 to 7 of A and rows 0
+// to 7 of B first. PTX ISA: Matrix Fragments for mma.m16n8k16 with floating point type; Matrix
+// Fragments for mma.m16n8k8.
 __device__ __forceinline__ void mma_16x8x16(
     float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float16) {
+#if __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(half == 0 ? b0 : b1));
+#endif
 }
 
 __device__ __forceinline__ void mma_16x8x16(
@@ -268,38 +298,75 @@ __device__ __forceinline__ void load_shared_floats(u32 address, float& x, float&
 // ---- Asynchronous copies, global to shared ----
 //
 // The target may be read after cp_async_wait() in the copying thread, and by other threads after a
-// barrier that follows it.
+// barrier that follows it. From the call until then nobody uses the target or writes to the source.
+//
+// Below sm_80 a copy is a load and a store, complete when the function returns (COPIES_AT_ONCE);
+// waiting does nothing. A cp.async may complete at once, too: kernels that are correct whenever
+// copies complete are correct here.
 
-// Starts the copy of 16 bytes, both addresses 16-byte aligned. PTX ISA: cp.async.
-__device__ __forceinline__ void cp_async_16(u32 target, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"(target), "l"(source) : "memory");
-}
+#if __CUDA_ARCH__ >= 800
+constexpr bool COPIES_AT_ONCE = false;
+#else
+constexpr bool COPIES_AT_ONCE = true;
+#endif
 
-// The same, but reads only the first `bytes` bytes (0 to 16) and fills the rest of the target with
-// zeros. PTX ISA: cp.async.
+// Starts the copy of the first `bytes` bytes (0 to 16); the rest of the 16 of the target become
+// zero. Both addresses are 16-byte aligned. Below sm_80 whole copies are by a predicate: several
+// loads can then be under way, which a branch between them prevents. PTX ISA: cp.async; ld, st.
 __device__ __forceinline__ void cp_async_16_partly(u32 target, const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(target), "l"(source), "r"(bytes) : "memory");
+#else
+    asm volatile("{ .reg .pred p; .reg .b32 x<4>; setp.eq.b32 p, %2, 16;"
+                 " mov.b32 x0, 0; mov.b32 x1, 0; mov.b32 x2, 0; mov.b32 x3, 0;"
+                 " @p ld.global.v4.b32 {x0, x1, x2, x3}, [%1];"
+                 " st.shared.v4.b32 [%0], {x0, x1, x2, x3}; }"
+                 :: "r"(target), "l"(source), "r"(bytes) : "memory");
+    if (bytes % 16 == 0) return;
+    #pragma unroll 1
+    for (int i = 0; i < bytes; ++i) {                       // of a row's last chunk
+        const u32 byte = static_cast<const u8*>(source)[i];
+        asm volatile("st.shared.b8 [%0], %1;" :: "r"(target + i), "r"(byte) : "memory");
+    }
+#endif
+}
+
+// The same of 16 bytes. PTX ISA: cp.async.
+__device__ __forceinline__ void cp_async_16(u32 target, const void* source) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"(target), "l"(source) : "memory");
+#else
+    cp_async_16_partly(target, source, 16);
+#endif
 }
 
 // Starts the copy of 4 bytes, both addresses 4-byte aligned. `bytes` is 4, or 0 to store zeros
 // without reading. PTX ISA: cp.async.
 __device__ __forceinline__ void cp_async_4(u32 target, const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                  :: "r"(target), "l"(source), "r"(bytes) : "memory");
+#else
+    store_shared(target, bytes == 4 ? *static_cast<const u32*>(source) : 0u);
+#endif
 }
 
 // Makes one group of the copies that this thread started since its last commit. PTX ISA:
 // cp.async.commit_group.
 __device__ __forceinline__ void cp_async_commit() {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
 }
 
 // Waits until at most the PENDING most recent groups of this thread are incomplete. PTX ISA:
 // cp.async.wait_group.
 template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+#endif
 }
 
 // ---- Programmatic dependent launch ----

@@ -41,11 +41,13 @@ __device__ __forceinline__ void for_each_chunk(int thread, F f) {
 }
 
 // Which parts of a tile may be outside the array: rows past its end, columns past its head_dim.
-enum class Missing { NOTHING, COLUMNS, ROWS_AND_COLUMNS };
+enum class Missing { NOTHING, ROWS, COLUMNS, ROWS_AND_COLUMNS };
 
 // PADDED: the array's head_dim is less than the kernel's. ragged: the tile may reach past the end.
+// cp.async takes any number of bytes, so only other copies profit from whole rows.
 template <bool PADDED> constexpr Missing missing(bool ragged) {
-    return ragged ? Missing::ROWS_AND_COLUMNS : PADDED ? Missing::COLUMNS : Missing::NOTHING;
+    if (!ragged) return PADDED ? Missing::COLUMNS : Missing::NOTHING;
+    return PADDED || !COPIES_AT_ONCE ? Missing::ROWS_AND_COLUMNS : Missing::ROWS;
 }
 
 // How THREADS threads load a tile of ROWS rows: eight threads a row of a panel, all rows of one
@@ -72,11 +74,12 @@ __device__ __forceinline__ const u16* thread_source(const void* source, i64 offs
          + (Share::panel() * PANEL_COLUMNS + threadIdx.x % 8 * CHUNK_ELEMENTS);
 }
 
-// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned; `from` is the tile's
-// thread_source. Rows from num_rows and columns from num_columns on are not read and become zero,
-// if MISSING includes them. Called by the whole block.
-template <int ROWS, int COLUMNS, int THREADS, Missing MISSING>
-__device__ __forceinline__ void load_tile(
+// Which chunks a loop over a thread's part of a tile copies: all; those of 16 bytes (others become
+// zero); those that the array's last columns fill in part.
+enum class Chunks { ALL, WHOLE, IN_PART };
+
+template <int ROWS, int COLUMNS, int THREADS, Missing MISSING, Chunks CHUNKS>
+__device__ __forceinline__ void load_chunks(
     u32 tile, const u16* from, i64 stride, int num_rows, int num_columns) {
     using Share = LoadShare<ROWS, THREADS>;
     constexpr int ROWS_AT_ONCE = Share::ROWS_AT_ONCE;
@@ -91,7 +94,10 @@ __device__ __forceinline__ void load_tile(
                 && panel + Share::panel() >= num_panels(COLUMNS)) break;
             const int column = panel * PANEL_COLUMNS + thread_column;
             if (COLUMNS % PANEL_COLUMNS != 0 && column >= COLUMNS) break;
-            const int valid = min(max(num_columns - column, 0), CHUNK_ELEMENTS) * 2;
+            int valid = MISSING == Missing::ROWS
+                ? CHUNK_BYTES : min(max(num_columns - column, 0), CHUNK_ELEMENTS) * 2;
+            if (CHUNKS == Chunks::WHOLE) valid = valid == CHUNK_BYTES ? CHUNK_BYTES : 0;
+            if (CHUNKS == Chunks::IN_PART && valid % CHUNK_BYTES == 0) continue;
             const u32 chunk = to + (panel * ROWS + row) * PANEL_ROW_BYTES;
             const u16* source = from + panel * PANEL_COLUMNS;
             if constexpr (MISSING == Missing::NOTHING)
@@ -103,6 +109,22 @@ __device__ __forceinline__ void load_tile(
         }
         from += ROWS_AT_ONCE * stride;
     }
+}
+
+// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned; `from` is the tile's
+// thread_source. Rows from num_rows and columns from num_columns on are not read and become zero,
+// if MISSING includes them. Called by the whole block.
+template <int ROWS, int COLUMNS, int THREADS, Missing MISSING>
+__device__ __forceinline__ void load_tile(
+    u32 tile, const u16* from, i64 stride, int num_rows, int num_columns) {
+    constexpr Chunks CHUNKS = COPIES_AT_ONCE ? Chunks::WHOLE : Chunks::ALL;
+    load_chunks<ROWS, COLUMNS, THREADS, MISSING, CHUNKS>(
+        tile, from, stride, num_rows, num_columns);
+    if constexpr (COPIES_AT_ONCE
+                  && (MISSING == Missing::COLUMNS || MISSING == Missing::ROWS_AND_COLUMNS))
+        if (num_columns % CHUNK_ELEMENTS != 0)              // a branch stops loads: apart
+            load_chunks<ROWS, COLUMNS, THREADS, MISSING, Chunks::IN_PART>(
+                tile, from, stride, num_rows, num_columns);
 }
 
 // The exponent bits of a pair of elements. An element with all its exponent bits set is NaN or

@@ -75,9 +75,10 @@ __device__ __forceinline__ void compute_part(
     }
 
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
+        if constexpr (NUM_STAGES == 1) pipeline.load_next();
         pipeline.wait();
         const int first_key = tile * BLOCK_K + threadIdx.x / 32 * WARP_KEYS;
-        pipeline.load_next();
+        if constexpr (NUM_STAGES > 1) pipeline.load_next();
         Scores s;
         compute_scores(s, shared_address(&shared.tiles.q), pipeline.k_smem());
         pipeline.apply_k_scales(s, shared.tiles, k_scale);

@@ -33,7 +33,8 @@ template <int COLUMNS> struct LaneChunks {
     }
 };
 
-// Each tile of the warp's keys is one cp.async group.
+// Each tile of the warp's keys is one cp.async group. With one stage a tile loads when its turn
+// comes, as where copies are complete at once (sm_75); the next tile's page is known before.
 struct KeyPipeline {
     const Arguments& args;
     SharedPlan& shared;
@@ -72,7 +73,7 @@ struct KeyPipeline {
     }
     // Waits for the oldest tile.
     __device__ __forceinline__ void wait() const {
-        cp_async_wait<NUM_STAGES - 2>();
+        cp_async_wait<(NUM_STAGES > 1 ? NUM_STAGES - 2 : 0)>();
         __syncwarp();
     }
     // The oldest tile's stage may be loaded again.

@@ -10,7 +10,6 @@ constexpr int M_TILES = BLOCK_Q / 16, S_TILES = WARP_KEYS / 8, O_TILES = HEAD_DI
 static_assert(BLOCK_Q % 16 == 0, "rows come in tiles of 16");
 static_assert(BLOCK_K == NUM_WARPS * WARP_KEYS, "a warp has 16 keys of each tile");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0, "head_dim is padded to a multiple of 32");
-static_assert(NUM_STAGES >= 2, "one stage is loaded while another is used");
 
 using SoftmaxState = SoftmaxStateOf<M_TILES>;
 using Scores = float[M_TILES][S_TILES][4];

@@ -393,6 +393,12 @@ template <class A> inline auto log10(A a) {
 template <class A> inline auto log1p(A a) {
     return nearly_monotone(a, [](auto x) { return ::log1p(x); });
 }
+template <class A> inline auto erf(A a) {
+    return nearly_monotone(a, [](auto x) { return ::erf(x); });
+}
+template <class A> inline auto erfc(A a) {                  // falls: of -a it rises
+    return nearly_monotone(negative(a), [](auto x) { return ::erfc(-x); });
+}
 template <class A> inline auto sin(A a) { return wave(a, [](auto x) { return ::sin(x); }); }
 template <class A> inline auto cos(A a) { return wave(a, [](auto x) { return ::cos(x); }); }
 template <class A, class B> inline auto power(A a, B b) {

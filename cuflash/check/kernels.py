@@ -1,0 +1,125 @@
+"""Which kernels calls launch on a device, found without a GPU.
+
+Calls run on a backend that notes their launches and launches nothing; their
+results are memory that nobody wrote. So all kernels can be compiled before the
+first call, several at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from cuflash.backends import emulator
+from cuflash.build import nvrtc
+from cuflash.check import run
+from cuflash.check.calls import Call
+from cuflash.check.places import Cpu
+from cuflash.errors import CompileError, CuflashError, UnsupportedError
+from cuflash.plans.plan import Device, FamilyName, KernelPlan, Plan
+
+
+class _Notebook:
+    """Stands for an emulator whose device is the real one."""
+
+    def __init__(self, device: Device, family: FamilyName | None) -> None:
+        self.of, self.family = device, family
+        self.plans: list[Plan] = []
+
+    def device(self) -> Device:
+        return self.of
+
+    def load(self, plan: Plan) -> tuple[Any, ...]:
+        self.plans.append(plan)
+        return ()
+
+    def backend(self) -> Any:
+        from cuflash.backends.emulator.machine import Machine
+
+        target: Any = self
+
+        class Noting(Machine):
+            def launch(self, loaded: Any, arguments: bytes, kind: Any) -> None:
+                pass
+
+        return Noting(target)
+
+
+class Planned(NamedTuple):
+    """The calls that a device can run, and their kernels.
+
+    Attributes
+    ----------
+    calls : list of Call
+    kernels : list of KernelPlan
+    missing : dict
+        Of (family, dtype) without any call, why.
+    """
+
+    calls: list[Call]
+    kernels: list[KernelPlan]
+    missing: dict[tuple[str, str], str]
+
+
+def planned(calls: Iterable[Call], device: Device) -> Planned:
+    """Plan calls; those that the family wanted does not run are left out."""
+    found: list[Call] = []
+    kernels: dict[KernelPlan, None] = {}
+    missing: dict[tuple[str, str], str] = {}
+    seen: dict[Any, tuple[bool, str]] = {}
+    for call in calls:
+        key = (str(call.family), call.kind)
+        plans, why = _plans(call, device)
+        if not why and not any(x.family == call.family for x in plans):
+            why = "runs by " + (plans[0].family if plans else "nothing")
+        if why:
+            missing.setdefault(key, why)
+            continue
+        found.append(call)
+        kernels |= dict.fromkeys(k for x in plans for k in x.kernels)
+    del seen
+    with_calls = {(str(call.family), call.kind) for call in found}
+    left = {x: y for x, y in missing.items() if x not in with_calls}
+    return Planned(found, list(kernels), left)
+
+
+def _plans(call: Call, device: Device) -> tuple[list[Plan], str]:
+    """The plans of a call, or why there are none."""
+    notebook: Any = _Notebook(device, call.family)
+    token = emulator._current.set(notebook)
+    try:
+        given, arrays = run.placed(call, Cpu())
+        run.launch(call, arrays, given)
+    except UnsupportedError as error:
+        return [], str(error)
+    finally:
+        emulator._current.reset(token)
+    return notebook.plans, ""
+
+
+def compile_all(
+    kernels: Iterable[KernelPlan], device: Device, jobs: int
+) -> Iterator[CuflashError | None]:
+    """Compile kernels into the cache; yields once for each, with its error."""
+    pool = ThreadPoolExecutor(max_workers=max(jobs, 1))
+    try:
+        waiting = [
+            pool.submit(nvrtc.cubin_file, kernel, device.arch)
+            for kernel in kernels
+        ]
+        for done in as_completed(waiting):
+            try:
+                done.result()
+            except CompileError as error:
+                yield error
+            else:
+                yield None
+    finally:  # after Ctrl-C too: do not wait
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def without_family(call: Call) -> Call:
+    """The same call by whichever family a device prefers."""
+    return replace(call, family=None)
