@@ -59,7 +59,7 @@ def description(text, place):
         picture, words, target = found.groups()
         if place is None:
             return "" if picture else words
-        if target.startswith("#"):  # indexes give headings no names
+        if target.startswith("#"):  # indexes name headings otherwise
             target = f"README.md{target}"
         kind = "raw" if picture else "blob"
         return f"{picture}[{words}]({place}/{kind}/v{VERSION}/{target})"

@@ -27,7 +27,7 @@ from cuflash.plans.plan import (
 from cuflash.plans.record import must_not_spill
 from cuflash.request.problem import DType, Problem
 
-ARCHS = "sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
+ARCHS = "sm_75,sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
 DTYPES: tuple[DType, ...] = get_args(DType)
 STOPPED = 130  # the exit status after Ctrl-C: 128 + SIGINT
 
@@ -373,5 +373,17 @@ def _end(status: int) -> None:
     sys.exit(status)
 
 
+def _run() -> int:
+    """Run the command; a reader that has left, as `head` does, is no fault."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
 if __name__ == "__main__":
-    _end(main())
+    _end(_run())

@@ -38,6 +38,8 @@ except cuflash.CompileError as error:
 print(f"cuflash {cuflash.__version__} in {cuflash.__path__[0]}")
 """
 
+INDEX_CHECKS = ("twine", "readme_renderer[md]", "trove-classifiers")
+
 # An index refuses what it does not know.
 CLASSIFIERS = """
 import email, sys, trove_classifiers, zipfile
@@ -103,9 +105,8 @@ def check(folder: Path, dist: Path | None) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     step("build")
-    python = make_venv(
-        folder / "builds", "build", "twine", "trove-classifiers"
-    )
+    # twine renders README.md as an index does only where [md] is there.
+    python = make_venv(folder / "builds", "build", *INDEX_CHECKS)
     build = ("-m", "build", "-o", folder / "dist", copy_of_tree(folder))
     run(python, *build, quiet=True)
     (sdist,) = (folder / "dist").glob("*.tar.gz")
@@ -119,7 +120,7 @@ def check(folder: Path, dist: Path | None) -> None:
     run(python, "-c", CLASSIFIERS, wheel)
 
     step("install the wheel and use it")
-    use_wheel(wheel, folder / "alone")
+    use_wheel(wheel, folder / "alone", "--quick")
     python = make_venv(folder / "uses", f"{wheel}[test,scripts]", "mypy")
     run(python, "-c", USE, cwd=elsewhere)
     run(python, "-m", "cuflash", "--version", cwd=elsewhere)

@@ -4,7 +4,7 @@
 
 Needs py-rattler-build (pip) and a channel that has the recipe's packages:
 conda-forge, unless ``--channel`` names another. Prints the sdist's sha256,
-which the recipe needs once the same file is on the index.
+which the recipe needs once the same file is published.
 """
 
 from __future__ import annotations

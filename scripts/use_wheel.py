@@ -37,8 +37,10 @@ def main() -> int:
     return 0
 
 
-def use_wheel(wheel: Path, folder: Path) -> None:
+def use_wheel(wheel: Path, folder: Path, *options: str) -> None:
     """Make an environment in a folder, install the wheel, use it.
+
+    The options are those of `python -m cuflash check`.
 
     Raises
     ------
@@ -52,7 +54,8 @@ def use_wheel(wheel: Path, folder: Path) -> None:
     example.write_text(examples() + SAY, encoding="utf-8")
     run(python, "-m", "pip", "check", cwd=elsewhere)
     run(python, example, cwd=elsewhere)
-    run(python, "-m", "cuflash", "check", "--quick", cwd=elsewhere)
+    run(python, "-m", "cuflash", "info", cwd=elsewhere)
+    run(python, "-m", "cuflash", "check", *options, cwd=elsewhere)
 
 
 def examples() -> str:

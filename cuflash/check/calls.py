@@ -113,6 +113,7 @@ def of_cpu(quick: bool) -> list[Call]:
             *_derivatives(None, dtype, quick),
             *_around(None, dtype),
             *_caches(None, dtype, quick),
+            _rotary(dtype),
         ]
     ]
 
@@ -136,7 +137,8 @@ def of_families(quick: bool) -> list[Call]:
                 found += _many_queries(name, dtype, few)
                 found += _derivatives(name, dtype, few)
                 found += _around(name, dtype)
-    return found
+    dtypes = ("float32", "float64", *SIXTEEN_BITS)
+    return found + [_rotary(dtype) for dtype in dtypes[: 1 if quick else None]]
 
 
 def _many_queries(
@@ -190,7 +192,11 @@ def _around(family: FamilyName | None, dtype: DType) -> Iterator[Call]:
         shape = Shape(2, *sizes)
         yield Call("readouts", dtype, shape, values, ("causal",), family)
         yield Call("merge", dtype, shape, values, (), family)
-    yield Call("rotary", dtype, Shape(2, 65, 1), "peaked", (), family)
+
+
+def _rotary(dtype: DType) -> Call:
+    """apply_rotary, whose kernel belongs to no family."""
+    return Call("rotary", dtype, Shape(2, 65, 1), "peaked")
 
 
 def _few_queries(

@@ -247,7 +247,7 @@ def check_calls(
         progress.say(
             f"call {i} of {len(to_check)}, {len(found.faults)} wrong: {call}"
         )
-        key = call.family or "NumPy", call.kind
+        key = call.family or place.name, call.kind
         if key not in lines:
             lines[key] = Line(*key)
             found.lines.append(lines[key])
@@ -284,8 +284,11 @@ def _time(
     checked: list[Call], gpu: Gpu, found: Report, progress: Progress
 ) -> None:
     """Time each family and dtype, as far as memory allows."""
-    of_kinds = {(str(x.family), x.kind): x for x in checked}
-    for line in found.lines:
+    of_kinds: dict[tuple[str, str], Call] = {
+        (x.family, x.kind): x for x in checked if x.family
+    }
+    timed = [x for x in found.lines if (x.family, x.kind) in of_kinds]
+    for line in timed:
         progress.say(f"timing {line.family} {line.kind}")
         call = of_kinds[line.family, line.kind]
         try:

@@ -25,6 +25,8 @@ _WARM_CALLS = 2
 class Gpu:
     """CUDA device `index`, by CuPy."""
 
+    name = "any"
+
     def __init__(self, index: int) -> None:
         self.index = index
         self.backend: Any = on_cuda()

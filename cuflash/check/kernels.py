@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cuflash.backends import emulator
@@ -72,8 +71,9 @@ def planned(calls: Iterable[Call], device: Device) -> Planned:
     for call in calls:
         key = (str(call.family), call.kind)
         plans, why = _plans(call, device)
-        if not why and not any(x.family == call.family for x in plans):
-            why = "runs by " + (plans[0].family if plans else "nothing")
+        of_tiles = {x.family for x in plans if x.tile}
+        if not why and call.family and call.family not in of_tiles:
+            why = f"runs by {', '.join(sorted(of_tiles))}"
         if why:
             missing.setdefault(key, why)
             continue
@@ -118,8 +118,3 @@ def compile_all(
                 yield None
     finally:  # after Ctrl-C too: do not wait
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def without_family(call: Call) -> Call:
-    """The same call by whichever family a device prefers."""
-    return replace(call, family=None)

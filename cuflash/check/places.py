@@ -15,6 +15,8 @@ from cuflash.check.calls import Call
 class Cpu:
     """Calls on NumPy arrays."""
 
+    name = "NumPy"
+
     def put(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
 

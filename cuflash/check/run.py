@@ -19,7 +19,10 @@ from cuflash.check.calls import Call
 
 
 class Place(Protocol):
-    """Where calls run."""
+    """Where calls run; its name stands for a family that is not asked for."""
+
+    @property
+    def name(self) -> str: ...
 
     def put(self, array: np.ndarray) -> Any:
         """A copy of an array there."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from cuflash.api import foreign_names
-from cuflash.request.options import FORWARD, TRACED
+from cuflash.request.options import BACKWARD, FORWARD, TRACED
 from cuflash.request.problem import strip, strip_lse
 
 from . import arguments, ring
 from .arguments import Request
+from .array_gradients import ArrayGradients
 from .group import Group
 from .heads import LSE, ROWS, Heads
 from .machine import machine_of
 
 _FUNCTIONS = tuple(x for x in FORWARD if x in TRACED)
+_WITH_GRADIENTS = tuple(x for x in BACKWARD if x in TRACED)
 
 
 @foreign_names.our_names("cuflash.distributed.forward", _FUNCTIONS)
@@ -150,7 +152,7 @@ def forward(
     return (result, strip_lse(lse, request.rank)) if return_lse else result
 
 
-@foreign_names.our_names("cuflash.distributed.backward", _FUNCTIONS)
+@foreign_names.our_names("cuflash.distributed.backward", _WITH_GRADIENTS)
 def backward(
     dout: Any,
     q: Any,
@@ -172,7 +174,7 @@ def backward(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     **options: Any,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """The gradients of `forward`, of this rank's queries and keys.
 
     Parameters
@@ -182,13 +184,16 @@ def backward(
     group, causal, layout, ulysses, scale, window, softcap, precision
     cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, mod_arrays
         As given to `forward`.
-    deterministic, dlse
+    deterministic, dlse, return_dmod
         As in `cuflash.backward`.
 
     Returns
     -------
     dq, dk, dv : array
         Like q, k and v.
+    dmod : dict of str to array
+        Only with `return_dmod`: the gradients of whole arrays, of all ranks'
+        queries, the same on every rank.
 
     Raises
     ------
@@ -199,6 +204,7 @@ def backward(
     -----
     A rank computes the gradients of the keys of one rank after the other and
     sends them back, in the dtype of k; their owner adds them in float32.
+    Gradients of arrays are added in the dtype of lse, rank by rank.
     """
     asked, read = foreign_names.split_options(
         "cuflash.distributed.backward", options, positional
@@ -228,12 +234,25 @@ def backward(
     spread = heads.spread(rows, [of_q, of_q, of_k, of_k, of_q])
     of_rows = [request.arrays[x] for x in ("lse", "dlse") if x in given]
     lses = heads.spread(of_rows, [of_q] * len(of_rows), LSE)
-    gradients = ring.backward(own, *spread, *lses)
-    dq, dk, dv = heads.collect(gradients, [of_q, of_k, of_k], [ROWS] * 3)
+    dmod = _of_arrays(request, own)
+    gradients = ring.backward(own, *spread, *lses, dmod=dmod)
+    found = heads.collect(gradients, [of_q, of_k, of_k], [ROWS] * 3)
+    results = tuple(strip(x, request.rank) for x in found)
+    if dmod is not None:
+        results = (*results, dmod.summed(group))
     request.finish()
     group.confirm()
-    rank = request.rank
-    return strip(dq, rank), strip(dk, rank), strip(dv, rank)
+    return results
+
+
+def _of_arrays(request: Request, own: ring.Ring) -> ArrayGradients | None:
+    """The sums of the gradients of arrays, if a call asks for some."""
+    functions = request.functions
+    if functions is None or not functions.gradients:
+        return None
+    arrays = {x: functions.arrays[x] for x in functions.gradients}
+    wide = request.arrays["lse"].dtype
+    return ArrayGradients(arrays, wide, own.machine)
 
 
 def _open(request: Request) -> tuple[Heads, ring.Ring]:

@@ -46,6 +46,8 @@ class Functions:
         By role.
     first_head : int
         Of the whole call's heads, the first that this rank computes.
+    gradients : tuple of str
+        The arrays whose gradients are asked for.
     """
 
     placed: Mapping[str, Callable[..., Any]]
@@ -53,6 +55,7 @@ class Functions:
     arrays: Mapping[str, Any]
     graphs: Mapping[str, Node]
     first_head: int = 0
+    gradients: tuple[str, ...] = ()
 
     def of_heads(self, part: int, parts: int, problem: Problem) -> Functions:
         """Those of a part of a call's heads."""
@@ -108,7 +111,10 @@ class Functions:
             for x, y in zip(nodes.LENGTHS, lengths, strict=True)
             if x in self.keywords
         }
-        return {**self.placed, "mod_arrays": {**self.arrays, **numbers}}
+        found = {**self.placed, "mod_arrays": {**self.arrays, **numbers}}
+        if self.gradients:
+            found["return_dmod"] = self.gradients
+        return found
 
 
 def functions_of(asked: Mapping[str, Any]) -> Functions | None:
@@ -125,8 +131,9 @@ def functions_of(asked: Mapping[str, Any]) -> Functions | None:
     keywords = {x: _keywords(asked[x]) for x in graphs}
     placed = {x: _placed(asked[x], own) for x, own in keywords.items()}
     return Functions(
-        placed, frozenset().union(*keywords.values()), arrays, graphs
-    )
+        placed, frozenset().union(*keywords.values()), arrays, graphs,
+        gradients=tuple(asked.get("return_dmod", ())),
+    )  # fmt: skip
 
 
 def fingerprint(asked: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from cuflash.api import attention as api_attention
 
 from .accumulate import Merged, Sums
+from .array_gradients import ArrayGradients
 from .functions import Functions
 from .group import Group, Message, Pending
 from .layouts import shifted
@@ -122,9 +123,12 @@ def forward(ring: Ring, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 def backward(
     ring: Ring, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
-    dlse: Any = None,
+    dlse: Any = None, *, dmod: ArrayGradients | None = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """dq, dk and dv of a rank's queries and keys, in chunk order."""
+    """dq, dk and dv of a rank's queries and keys, in chunk order.
+
+    `dmod` gets the gradients of arrays.
+    """
     dq = Sums(ring.machine, q.shape, q.dtype, *ring.of_queries())
     dk, dv = _sums(ring, (k, v), *ring.of_keys())
     returns = Returns(ring, dk, dv)
@@ -140,11 +144,13 @@ def backward(
                 out[:, rows], lse[..., rows],
                 dlse=None if dlse is None else dlse[..., rows],
             )  # fmt: skip
+            if dmod is not None:
+                dmod.add(gradients[3])
             dq.add(block.queries, gradients[0])
             for keys_of, sums in here.items():
                 if _holds(keys_of, block.keys):
                     at = shifted(block.keys, -keys_of.start)
-                    for total, x in zip(sums, gradients[1:], strict=True):
+                    for total, x in zip(sums, gradients[1:3], strict=True):
                         total.add(at, x)
         returns.receive()
         if step:
@@ -336,9 +342,8 @@ def _call(
         return function(*given, **arguments)
     if arguments.get("dlse") is not None:
         arguments["dlse"] = arguments["dlse"][0]
-    return tuple(
-        x[None] for x in function(*(x[0] for x in given), **arguments)
-    )
+    found = function(*(x[0] for x in given), **arguments)
+    return tuple(x if isinstance(x, dict) else x[None] for x in found)
 
 
 def _holds(outer: range, inner: range) -> bool:

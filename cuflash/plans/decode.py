@@ -236,11 +236,10 @@ def num_splits(
     """
     if problem.num_splits:
         return problem.num_splits
-    run = longest_run(device) * tile.num_warps
     return _best_splits(
         row_tiles(problem, tile.block_q),
         max(ceil_div(problem.seqlen_k, tile.block_k), 1),
-        ceil_div(problem.seqlen_k, run),
+        ceil_div(problem.seqlen_k, longest_run(device) * tile.num_warps),
         device.num_sms * blocks_per_sm,
     )
 

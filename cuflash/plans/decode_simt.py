@@ -56,11 +56,8 @@ def pays(problem: Problem, device: Device) -> bool:
     """
     widest = max(problem.head_dim, problem.head_dim_v)
     has_16_bits = element_bytes(problem) == 2
-    if (
-        has_16_bits
-        and widest <= MAX_OF_TENSOR_CORES
-        and device.multiplies(problem.dtype)
-    ):
+    has_tensor_cores = has_16_bits and device.multiplies(problem.dtype)
+    if has_tensor_cores and widest <= MAX_OF_TENSOR_CORES:
         return False
     if is_short(problem) and rows_of_head(problem) <= _MOST_ROWS:
         return True

@@ -10,7 +10,7 @@ from cuflash import distributed
 from cuflash.distributed import functions, schedule
 from cuflash.errors import UnsupportedError, ValueRangeError
 from helpers.backends import on_backends
-from helpers.compare import assert_allclose
+from helpers.compare import assert_allclose, assert_bitwise
 from helpers.data import Case, Emulation
 from helpers.dtypes import lse_dtype
 
@@ -109,6 +109,52 @@ def test_packed_sequences_have_numbers(mask):
     options |= offsets
     got = shared(4, arrays, options, cut)
     assert_same(got, whole(arrays, options), 2.0**-53)
+
+
+def dmods_of(size, arrays, options, cut, ulysses=1):
+    """Return the gradients of arrays of each rank, and the whole call's."""
+    names = ("table", "rate")
+
+    def of_rank(group):
+        own = [distributed.shard(x, group.rank, size, **cut) for x in arrays]
+        q, k, v, dout = own
+        given = options | {"group": group, "ulysses": ulysses}
+        given |= {"layout": cut["layout"]}
+        out, lse = distributed.forward(q, k, v, return_lse=True, **given)
+        return distributed.backward(
+            dout, q, k, v, out, lse, return_dmod=names, **given
+        )[-1]
+
+    each = distributed.run_threads(size, of_rank, timeout=120)
+    q, k, v, dout = arrays
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **options)
+    *_, want = cuflash.backward(
+        dout, q, k, v, out, lse, return_dmod=names, **options
+    )
+    return each, want
+
+
+@pytest.mark.parametrize("mask", ["near", "of heads"])
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_gradients_of_arrays_are_the_whole_calls(mask, ulysses):
+    cut = {"layout": "zigzag"}
+    each, want = dmods_of(4, inputs(), options_of(mask), cut, ulysses)
+    for found in each:
+        assert found.keys() == want.keys() == {"table", "rate"}
+        for name, x in found.items():
+            # Sums of at most 2 * 96 * 4 terms below 100, in another order.
+            assert_allclose(x, want[name], name, atol=768 * 2.0**-53 * 100)
+            assert_bitwise(x, each[0][name], name)
+
+
+def test_gradients_of_arrays_of_packed_sequences():
+    cut = {"layout": "zigzag", "cu_seqlens": (0, 32, 32, 96)}
+    offsets = np.array(cut["cu_seqlens"])
+    options = options_of("none", cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    options["mod_arrays"]["rate"] = RNG.standard_normal((3, LENGTH))
+    each, want = dmods_of(4, [x[0] for x in inputs(1)], options, cut)
+    for name, x in want.items():
+        assert_allclose(each[1][name], x, name, atol=768 * 2.0**-53 * 100)
 
 
 @on_backends

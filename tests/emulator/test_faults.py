@@ -391,6 +391,23 @@ def test_a_bug_is_reported_at_its_line(case, seed):
     assert int(line) in case.lines()
 
 
+# Copies that are complete at once race at their call; nothing is under way.
+RACES_OF_COPIES = [
+    case for case in FAULTS
+    if case.name in ("cp_async_no_barrier",
+                     "cp_async_overwrites_what_is_read")
+]  # fmt: skip
+
+
+@of(RACES_OF_COPIES)
+@fewer
+@on_seeds
+def test_a_race_of_copies_that_are_complete_at_once(case, seed):
+    with pytest.raises(KernelFault, match=RACE):
+        case.launch(True, seed=seed, arch="sm_75")
+    assert case.launch(False, seed=seed, arch="sm_75")
+
+
 @of(WRONG_RESULTS)
 @fewer
 @on_seeds

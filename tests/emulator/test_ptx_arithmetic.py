@@ -20,6 +20,7 @@ from helpers.bits import (
 )
 from helpers.compare import assert_arrays_equal, assert_at_most
 from helpers.dtypes import DTYPES
+from helpers.host_compiler import needs_compiler
 from helpers.small_kernels import on_both, on_hopper, read_only, run
 
 SMALLEST_NORMAL = 2.0**-126
@@ -180,6 +181,20 @@ def test_mma_of_small_integers_is_exact(name, backend, seed):
     d = multiplied(a, b, c, backend)
     expected = a.astype(np.float32) @ b.astype(np.float32) + c
     assert_arrays_equal(d, expected, "d")
+
+
+@needs_compiler
+def test_an_mma_of_sm_75_adds_eight_products_and_then_eight():
+    """The last bit of 2^24 is 2: ones are lost unless they come together."""
+    a = np.zeros((1, 16, 16), np.float16)
+    a[:, :, [0, 8]] = 1.0
+    b, c = np.ones((1, 16, 8), np.float16), np.full((1, 16, 8), 2.0**24)
+    d = [
+        multiplied(a, b, c.astype(np.float32), "emulated", arch=arch) - 2**24
+        for arch in ("sm_75", "sm_80")
+    ]
+    assert_arrays_equal(d[0], np.zeros(c.shape), "sm_75")
+    assert_arrays_equal(d[1], np.full(c.shape, 2.0), "sm_80")
 
 
 @on_both

@@ -35,7 +35,7 @@ def report_of(kernel, **numbers):
     return nvrtc.Report(**{**of_all, **numbers})
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
 def test_every_default_plan_compiles_without_spills(arch, capsys):
     status = __main__.main(["compile", "--arch", arch])
     printed = capsys.readouterr().out
@@ -43,7 +43,7 @@ def test_every_default_plan_compiles_without_spills(arch, capsys):
     assert " 0 failed" in printed and "forward_" in printed
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
 def test_no_two_default_kernels_print_alike(arch):
     found = __main__._kernels(device_of_arch(arch))
     assert len({__main__._describe(k) for k in found}) == len(found)
@@ -202,6 +202,19 @@ def test_info_without_a_cache_folder(capsys, monkeypatch, tmp_path):
     said = capsys.readouterr().out
     assert f"compiled kernels cannot be kept in {tmp_path / 'file'}" in said
     assert "CUFLASH_LOG" in said
+
+
+def test_a_reader_that_leaves_early_is_no_fault():
+    """As in `python -m cuflash info | head -1`."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "cuflash", "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
 
 
 def test_version_is_printed(capsys):

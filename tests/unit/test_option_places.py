@@ -207,7 +207,7 @@ PLACES = {
         "cu_seqlens cu_seqlens_q cu_seqlens_k mask seed window",
     ),
     "distributed/functions": (
-        "the two roles", "mask mask_mod mod_arrays score_mod",
+        "the two roles", "mask mask_mod mod_arrays return_dmod score_mod",
     ),
     "distributed/attention": (
         "arguments of its own",

@@ -105,3 +105,23 @@ def test_the_recipe_is_built_from_the_sdist_at_hand(tmp_path):
     text = check_recipe.of_file(RECIPE, tmp_path / "x.tar.gz", "ab12")
     assert f"\n  url: {(tmp_path / 'x.tar.gz').as_uri()}\n" in text
     assert '\n  sha256: "ab12"\n' in text and "0" * 64 not in text
+
+
+WORKFLOW = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+
+
+def test_the_workflow_runs_scripts_that_are_there():
+    named = re.findall(r"python (scripts/\w+\.py)", WORKFLOW)
+    assert len(named) == 4
+    assert all((ROOT / name).is_file() for name in named)
+
+
+def test_rights_are_given_on_a_tag_after_all_else_passed():
+    before, _, publish = WORKFLOW.partition("\n  publish:\n")
+    publish, _, attach = publish.partition("\n  attach:\n")
+    assert ": write" not in before
+    assert "id-token: write" in publish
+    assert "needs: [build, use, recipe]" in publish
+    assert "if: github.ref_type == 'tag'" in publish
+    assert "needs: publish" in attach
+    assert "checkout" not in publish + attach
