@@ -1,5 +1,5 @@
-// Backward attention for 16-bit types by mma.sync, sm_80 and newer: dK, dV and the float sums of
-// dQ.
+// Backward attention for 16-bit types by mma.sync, from sm_80 on (float16: sm_75): dK, dV and the
+// float sums of dQ.
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K

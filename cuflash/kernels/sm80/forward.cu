@@ -1,4 +1,4 @@
-// Forward attention for 16-bit types by mma.sync, sm_80 and newer.
+// Forward attention for 16-bit types by mma.sync, sm_80 and newer; float16 on sm_75, too.
 //
 //     S = Q K^T,  lse = log(rowsum(exp(scale S))),  O = exp(scale S - lse) V
 //
