@@ -8,7 +8,7 @@ the program, and the numbers, on which it depends.
 
 from __future__ import annotations
 
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +59,11 @@ def taken(
     else:
         size = None
     for function in (score, hidden):
-        if not _has_closure(function):
+        if not _is_made_outside(function):
             torch._dynamo.graph_break(msg=_MADE_INSIDE)
+        if not (TAKES_OBJECTS or _is_plain(function)):
+            torch._dynamo.graph_break(msg=_OBJECT)
+            return _at_each_call(score, hidden, size, own, numbers, q)
     kinds = tuple([(n, x.dtype, x.ndim) for n, x in own.items()])
     values = tuple([(n, type(x)) for n, x in numbers.items()])
     unguarded, text, places, constants, fixed, shapes = _found(
@@ -78,7 +81,7 @@ def taken(
             )
     for role, path, shape in shapes:
         now = _follow(score if role == "score_mod" else hidden, path)
-        if tuple(now.shape) != shape:
+        if not _equal(now.shape, shape):
             raise UnsupportedError("a size has changed while it was traced")
     found = list(own.values())
     for role, path in places:
@@ -94,6 +97,16 @@ def taken(
     return Program(found, list(numbers.values()), text)
 
 
+def _equal(shape: Any, other: tuple[int, ...]) -> bool:
+    """Whether sizes are the same; PyTorch 2.11 compares no tuples of them."""
+    if len(shape) != len(other):
+        return False
+    for i, size in enumerate(other):
+        if shape[i] != size:
+            return False
+    return True
+
+
 _MADE_INSIDE = (
     "a score_mod or mask_mod that closes over something is made in the"
     " function that is compiled, where its tensors cannot be found: make it"
@@ -101,13 +114,36 @@ _MADE_INSIDE = (
 )
 
 
-def _has_closure(function: Any) -> bool:
-    """Whether Dynamo tells what a function closes over, if it does."""
+# What `_found` takes: before this version functions, and no objects.
+TAKES_OBJECTS = torch.__version__ >= (2, 13)
+
+_OBJECT = (
+    "a score_mod or mask_mod is a method, a partial or another object, which"
+    " compiled code takes with PyTorch 2.13 or newer: pass a function, and"
+    " what it reads by mod_arrays"
+)
+
+
+def _is_plain(function: Any) -> bool:
+    return function is None or isinstance(function, FunctionType)
+
+
+def _is_made_outside(function: Any) -> bool:
+    """Whether Dynamo knows what a function closes over.
+
+    Before PyTorch 2.14 it answers; since then it breaks the graph here, and
+    with fullgraph its error names this function.
+    """
     code = getattr(function, "__code__", None)
     if code is None or not code.co_freevars:
         return True
-    try:  # hasattr() is True
-        return function.__closure__ is not None
+    try:  # PyTorch 2.11: one that is made inside has every attribute
+        function.none_has_this  # noqa: B018
+        return False
+    except AttributeError:
+        pass
+    try:  # PyTorch 2.13: it has none of these. hasattr() is True
+        return isinstance(function.__globals__, dict)
     except AttributeError:
         return False
 
@@ -182,6 +218,17 @@ def _found(
         score = MethodType(score, owner_of_score)
     if owner_of_hidden is not None:
         hidden = MethodType(hidden, owner_of_hidden)
+    return _program_of(score, hidden, size, kinds, values)
+
+
+@torch.compiler.disable  # where the graph breaks at `_found`
+def _program_of(
+    score: Any,
+    hidden: Any,
+    size: tuple[Any, ...] | None,
+    kinds: tuple[tuple[Any, ...], ...],
+    values: tuple[tuple[str, type], ...],
+) -> tuple[Any, ...]:
     given = {"score_mod": score, "mask_mod": hidden}
     given = {n: x for n, x in given.items() if x is not None}
     own = {

@@ -22,22 +22,24 @@ _AUTO = (
 _found: dict[type, list[type[PreTrainedModel]]] = {}
 
 
-@torch.compiler.assume_constant_result  # compiled code asks while it is traced
-def adds_masks(config: object) -> bool:
+# Compiled code asks while it is traced; before PyTorch 2.13 it may pass a
+# class, and no configuration.
+@torch.compiler.assume_constant_result
+def adds_masks(config: type) -> bool:
     """Whether the models of a configuration may add their masks themselves.
 
     So may those that Transformers runs by eager attention alone, and those
     whose code looks up no attention function. If no model is known, it is
     assumed.
     """
-    found = _models(type(config))
+    found = _models(config)
     return not found or any(map(_eager_only, found))
 
 
 @torch.compiler.assume_constant_result
-def calls_cuflash(config: object) -> bool:
+def calls_cuflash(config: type) -> bool:
     """Whether a model of a configuration may look up attention functions."""
-    found = _models(type(config))
+    found = _models(config)
     return not found or any(map(_looks_up, found))
 
 

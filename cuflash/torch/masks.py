@@ -117,8 +117,8 @@ def make(
         )
 
     config = more.get("config")
-    if config is not None and adds_masks(config):
-        if not calls_cuflash(config):
+    if config is not None and adds_masks(type(config)):
+        if not calls_cuflash(type(config)):
             _logger.warning_once(
                 f"models of {type(config).__name__} compute attention by "
                 "code of their own: cuflash is not called"
