@@ -376,6 +376,12 @@ def backend(index: int) -> CupyBackend:
     return _backends.setdefault(index, CupyBackend(index))
 
 
+def forget_backends() -> None:
+    """Make them anew when they are needed: they read the environment once."""
+    backend.cache_clear()
+    _backends.clear()
+
+
 def backend_of(array: Array) -> CupyBackend:
     """The backend of the device that holds an array."""
     return backend(array.data.device_id)

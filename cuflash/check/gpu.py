@@ -59,7 +59,7 @@ class Gpu:
             os.environ.pop(VARIABLE, None)
             if call.family:
                 os.environ[VARIABLE] = call.family
-            self.backend.backend.cache_clear()
+            self.backend.forget_backends()
             self._family = call.family
         with self.current():
             yield

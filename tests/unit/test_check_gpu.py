@@ -86,7 +86,7 @@ def gpu(monkeypatch):
     )  # fmt: skip
     device = replace(device_of_arch("sm_80"), bandwidth=1555)
     backend = SimpleNamespace(
-        cupy=cupy, device=lambda index: device, backend=Mock()
+        cupy=cupy, device=lambda index: device, forget_backends=Mock()
     )
     monkeypatch.setattr(gpus, "on_cuda", lambda: backend)
 
@@ -104,7 +104,7 @@ def test_a_family_is_asked_for_by_the_environment(gpu):
     for family, times in (("fma", 1), ("fma", 1), ("simt", 2), (None, 3)):
         with gpu.by(replace(CALL, family=family)):
             assert os.environ.get("CUFLASH_FAMILY") == family
-        assert gpu.backend.backend.cache_clear.call_count == times
+        assert gpu.backend.forget_backends.call_count == times
 
 
 def test_calls_go_to_the_device_and_back(gpu):

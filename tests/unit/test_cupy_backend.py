@@ -37,6 +37,20 @@ def structs(fake, monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("family", ["simt", "sm80", None])
+def test_forgotten_backends_read_the_environment_again(
+    fake, monkeypatch, family
+):
+    module = sys.modules["cuflash.backends.cupy"]
+    before = module.backend(0)
+    assert module.backend(0) is before and before.family is None
+    if family:
+        monkeypatch.setenv("CUFLASH_FAMILY", family)
+    module.forget_backends()
+    assert module.backend(0) is not before
+    assert module.backend(0).family == family
+
+
 def inputs(dtype="float16", **changes):
     arrays = {x: ndarray(SHAPE, dtype) for x in ("dout", "q", "k", "v", "out")}
     arrays["lse"] = ndarray((2, 4, 300), "float32")
