@@ -14,21 +14,8 @@ from configparser import ConfigParser
 from pathlib import Path
 from runpy import run_path
 
-from setuptools import setup
-from setuptools.command.build_py import build_py
-
 ROOT = Path(__file__).parent
 VERSION = run_path(str(ROOT / "cuflash" / "_version.py"))["__version__"]
-
-
-class BuildWithReference(build_py):
-    """Adds the package of the other folder to what is built."""
-
-    def run(self):
-        if not self.editable_mode:
-            self.packages = [*self.packages, "cuflash.reference"]
-            self.package_dir["cuflash.reference"] = "reference"
-        super().run()
 
 
 def address():
@@ -68,13 +55,31 @@ def description(text, place):
     return re.sub(r"(!?)\[([^]]*)\]\((?!https?:)([^)]*)\)", link, text)
 
 
-if __name__ == "__main__":
-    PLACE = address()
+def build():
+    """Run the command that the build asks for."""
+    # Here: Python comes without them, and a release is checked before.
+    from setuptools import setup
+    from setuptools.command.build_py import build_py
+
+    class BuildWithReference(build_py):
+        """Adds the package of the other folder to what is built."""
+
+        def run(self):
+            if not self.editable_mode:
+                self.packages = [*self.packages, "cuflash.reference"]
+                self.package_dir["cuflash.reference"] = "reference"
+            super().run()
+
+    place = address()
     setup(
         cmdclass={"build_py": BuildWithReference},
         long_description=description(
-            (ROOT / "README.md").read_text(encoding="utf-8"), PLACE
+            (ROOT / "README.md").read_text(encoding="utf-8"), place
         ),
         long_description_content_type="text/markdown",
-        project_urls=project_urls(PLACE) if PLACE else {},
+        project_urls=project_urls(place) if place else {},
     )
+
+
+if __name__ == "__main__":
+    build()

@@ -29,6 +29,7 @@ from cuflash.request.problem import DType, Problem
 
 ARCHS = "sm_75,sm_80,sm_86,sm_89,sm_90a,sm_100,sm_120"
 DTYPES: tuple[DType, ...] = get_args(DType)
+NOT_CHECKED = 2  # the exit status of a check without calls
 STOPPED = 130  # the exit status after Ctrl-C: 128 + SIGINT
 
 
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         return warm_up(options.jobs)
     except CuflashError as error:
         print(f"cuflash: {error}", file=sys.stderr)
-        return 1
+        return NOT_CHECKED if options.command == "check" else 1
     except KeyboardInterrupt:
         print("cuflash: stopped", file=sys.stderr)
         return STOPPED

@@ -60,6 +60,11 @@ class Gpu:
             if call.family:
                 os.environ[VARIABLE] = call.family
             self.backend.forget_backends()
+            made = self.backend.backend(self.index)
+            if made.family != call.family:
+                raise RuntimeError(
+                    f"{call.family} was asked for, not {made.family}"
+                )
             self._family = call.family
         with self.current():
             yield

@@ -186,6 +186,8 @@ def _sum(report: Report) -> str:
     wrong += sum(bool(x.fault) for x in report.behaved)
     if report.status == NOT_CHECKED and not count:
         return "NOT CHECKED: the note above says why"
-    if report.status == WRONG:
+    if wrong:
         return f"{wrong} of {count} calls WRONG"
+    if report.status == WRONG:
+        return f"{count} calls right, {len(report.faults)} FAULTS besides"
     return f"all {count} calls right"

@@ -81,8 +81,10 @@ class Row(Several):
         )
 
 
-def _unsqueeze(value: Symbol, _: int) -> Row:
+def _unsqueeze(value: Symbol, dim: int) -> Row:
     """PyTorch's: a row of a value alone."""
+    if dim not in (-1, 0):
+        refuse("x.unsqueeze but along the last axis", "write x.unsqueeze(-1)")
     return Row((value,))
 
 
@@ -134,8 +136,11 @@ def _method(name: str, row: Row, *args: Any, **named: Any) -> Any:
     if name not in REDUCTIONS:
         return each(lambda x, *y: getattr(x, name)(*y, **named), row, *args)
     dim = named.pop("dim", args[0] if args else -1)
-    if dim not in (-1, 0, None) or len(args) > 1 or named:
-        refuse(f"x.{name} but along the last axis", f"write x.{name}(dim=-1)")
+    if dim not in (-1, 0, None) or len(args) > 1 or any(named.values()):
+        refuse(
+            f"x.{name} but along the last axis, which goes",
+            f"write x.{name}(dim=-1)",
+        )
     return REDUCTIONS[name](row.items)
 
 

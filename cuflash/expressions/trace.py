@@ -168,6 +168,8 @@ class Symbol:
             x: y for x, y in (kwargs or {}).items()
             if not (y is None or y is False)
         }  # fmt: skip
+        if name == "unsqueeze":
+            return args[0].unsqueeze(*args[1:], **told)
         if name in ("max", "min"):  # of two values, else along an axis
             if len(args) != 2 or not all(map(_stands_for_one, args)):
                 refuse(
@@ -479,7 +481,8 @@ def _as_dtype(node: Node, dtype: Any) -> Node:
         return _as_kind(node, "bool")
     if not name.startswith(("int", "uint", "long")):
         return _as_kind(node, "real")
-    if name.startswith("uint") or name in ("int8", "int16"):
+    narrow = name.startswith("uint") or name in ("int8", "int16")
+    if narrow and node.kind != "bool":
         refuse(
             f"a conversion to {name}, which wraps, where ints have 64 bits",
             "write x.astype(int), and x % 256 or the like to wrap",

@@ -244,7 +244,7 @@ def test_rows_of_values():
 
     def score(s, b, h, i, j):
         row = torch.where(weights[i % 3] > 0, weights[i % 3], 0.5 * s)
-        near = torch.abs(row - j.unsqueeze(-1)).amin(-1)
+        near = torch.abs(row - torch.unsqueeze(j, dim=-1)).amin(-1)
         return s + near + torch.dot(weights[j % 3], weights[i % 3])
 
     def plain(s, b, h, i, j):

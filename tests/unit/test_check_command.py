@@ -216,6 +216,25 @@ def test_a_kernel_that_does_not_compile_is_told(gpu, capsys, monkeypatch):
     monkeypatch.setattr(command.kernels, "compile_all", lambda *of: [error])
     status, said, _ = check(capsys)
     assert status == 1 and "fma/forward.cu does not compile" in said
+    assert said.splitlines()[-1].endswith("calls right, 1 FAULTS besides")
+
+
+def test_any_exception_is_in_the_report(no_gpu, capsys, monkeypatch):
+    monkeypatch.setattr(run, "run", lambda call, place: 1 / 0)
+    status, said, _ = check(capsys)
+    assert status == 1 and "ZeroDivisionError" in said
+    assert said.splitlines()[-1] == "2 of 2 calls WRONG"
+
+
+def test_an_error_before_the_calls_is_no_wrong_result(
+    no_gpu, capsys, monkeypatch
+):
+    def fail(quick):
+        raise UnsupportedError("CUFLASH_FAMILY is no family")
+
+    monkeypatch.setattr(calls, "of_cpu", fail)
+    status, _, said = check(capsys)
+    assert status == 2 and "cuflash: CUFLASH_FAMILY is no family" in said
 
 
 def test_a_lost_context_ends_the_check(gpu, capsys, monkeypatch):

@@ -86,7 +86,12 @@ def gpu(monkeypatch):
     )  # fmt: skip
     device = replace(device_of_arch("sm_80"), bandwidth=1555)
     backend = SimpleNamespace(
-        cupy=cupy, device=lambda index: device, forget_backends=Mock()
+        cupy=cupy,
+        device=lambda index: device,
+        forget_backends=Mock(),
+        backend=lambda index: SimpleNamespace(
+            family=os.environ.get(gpus.VARIABLE)
+        ),
     )
     monkeypatch.setattr(gpus, "on_cuda", lambda: backend)
 

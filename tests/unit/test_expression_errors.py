@@ -96,7 +96,7 @@ SCORES = {
         "a conversion to uint64", "% 256 or the like",
     ),
     "byte": (
-        lambda score, b, h, q_idx, kv_idx: score * (kv_idx > 3).byte(),
+        lambda score, b, h, q_idx, kv_idx: score * kv_idx.byte(),
         "a conversion to uint8", "write x.astype(int)",
     ),
     "reduce": (

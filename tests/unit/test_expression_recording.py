@@ -41,6 +41,12 @@ def value_of(expression):
 # ---- Equal graphs are one object ----
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint64", int])
+def test_a_bool_is_the_same_in_every_int(dtype):
+    found = value_of(lambda x, y: (x > y).astype(dtype))
+    assert found is value_of(lambda x, y: (x > y).astype("int32"))
+
+
 def test_equal_graphs_of_two_functions_are_one_object():
     def first(score, b, h, q_idx, kv_idx):
         return np.exp(score) + q_idx

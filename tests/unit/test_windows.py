@@ -25,7 +25,8 @@ LESS = """
 import os, pkgutil, platform, shutil, subprocess, sys, tempfile
 import filelock, numpy as np, platformdirs
 platform.platform()
-for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "cupy"):
+for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "cupy",
+             "torch", "jax"):
     sys.modules[name] = None
 for name in ("fork", "getuid", "getppid", "killpg", "setsid", "uname",
              "sched_getaffinity", "register_at_fork"):
