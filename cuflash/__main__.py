@@ -245,7 +245,7 @@ def warm_up(jobs: int) -> int:
     Returns
     -------
     int
-        1 if a kernel does not compile.
+        1 if a kernel does not compile or cannot be kept.
     """
     settings.check()
     devices = _devices()
@@ -253,16 +253,18 @@ def warm_up(jobs: int) -> int:
     cache.require_folder()
     tasks = [(kernel, d.arch) for d in devices for kernel in _kernels(d)]
     tasks = list(dict.fromkeys(tasks))  # two GPUs may be the same model
-    failed, start = 0, time.perf_counter()
+    failed, start, kept = 0, time.perf_counter(), folders.cache_folder()
     for kernel, arch, result in _in_threads(nvrtc.cubin_file, tasks, jobs):
+        said = ""
         if isinstance(result, Exception):
-            failed += 1
-            print(f"{arch} {_describe(kernel)}: {result}", flush=True)
-        else:
-            print(f"{arch} {_describe(kernel)}", flush=True)
+            said = f": {result}"
+        elif kept not in result.parents:
+            said = ": could not be kept"
+        failed += bool(said)
+        print(f"{arch} {_describe(kernel)}{said}", flush=True)
     print(
         f"{len(tasks)} kernels in {time.perf_counter() - start:.1f} s,"
-        f" {failed} failed; they are in {folders.cache_folder()}"
+        f" {failed} failed; they are in {kept}"
     )
     if not failed:
         warmup.remember_default_compiles()

@@ -69,29 +69,37 @@ _ALONE = 1.15
 
 
 def _cost(problem: Problem, device: Device, tile: Tile, splits: int) -> float:
-    """The time of a number of parts, in tiles of 128 keys.
-
-    Parts outside the window end at once.
-    """
-    seen = ceil_div(decode.visible_keys(problem), tile.block_k)
-    of_part = min(ceil_div(_key_tiles(problem, tile), splits), seen)
-    parts = min(splits, ceil_div(seen, max(of_part, 1)))
-    blocks = decode.row_tiles(problem, tile.block_q) * parts
-    return _cost_of(blocks, of_part, splits > 1, tile, device.num_sms)
+    """The time of a number of parts, in tiles of 128 keys."""
+    return _cost_of(*_sizes(problem, device, tile), splits)
 
 
-def _key_tiles(problem: Problem, tile: Tile) -> int:
-    return ceil_div(max(problem.seqlen_k, 1), tile.block_k)
+def _sizes(
+    problem: Problem, device: Device, tile: Tile
+) -> tuple[int, int, int, Tile, int]:
+    """What `_cost_of` takes besides the number of parts."""
+    tiles, seen = (
+        ceil_div(max(keys, 1), tile.block_k)
+        for keys in (problem.seqlen_k, decode.visible_keys(problem))
+    )
+    rows = decode.row_tiles(problem, tile.block_q)
+    return rows, tiles, seen, tile, device.num_sms
 
 
 def _cost_of(
-    blocks: int, tiles: int, is_cut: bool, tile: Tile, num_sms: int
-) -> float:
-    """Of blocks with a part of `tiles` key tiles each."""
-    ends = _PART_KEYS + (_KEYS_OF_ROW * tile.block_q if is_cut else 0)
-    rounds = ceil_div(blocks, num_sms)
-    alone = _ALONE if rounds < tile.blocks_per_sm else 1.0
-    return alone * rounds * (tiles * tile.block_k + ends) / 128
+    row_tiles: int, tiles: int, seen: int, tile: Tile, num_sms: int,
+    splits: int,
+) -> float:  # fmt: skip
+    """Of row tiles that see so many of the key tiles.
+
+    Parts that the window hides have ends alone.
+    """
+    of_part = min(ceil_div(tiles, splits), seen)
+    parts = min(splits, ceil_div(seen, of_part))
+    ends = _PART_KEYS + (_KEYS_OF_ROW * tile.block_q if splits > 1 else 0)
+    rounds = ceil_div(row_tiles * parts, num_sms)
+    all_rounds = ceil_div(row_tiles * splits, num_sms)
+    alone = _ALONE if all_rounds < tile.blocks_per_sm else 1.0
+    return alone * (rounds * of_part * tile.block_k + all_rounds * ends) / 128
 
 
 def _num_splits(problem: Problem, device: Device, tile: Tile) -> int:
@@ -101,20 +109,19 @@ def _num_splits(problem: Problem, device: Device, tile: Tile) -> int:
     """
     if problem.num_splits:
         return problem.num_splits
-    return _best_splits(
-        decode.row_tiles(problem, tile.block_q), _key_tiles(problem, tile),
-        ceil_div(problem.seqlen_k, LONGEST_RUN), tile, device.num_sms,
-    )  # fmt: skip
+    fewest = ceil_div(decode.visible_keys(problem), LONGEST_RUN)
+    return _best_splits(*_sizes(problem, device, tile), fewest)
 
 
 # Kept, as keys of `forward` may grow by one with each call: the same tiles.
 @functools.lru_cache(maxsize=4096)
 def _best_splits(
-    row_tiles: int, tiles: int, fewest: int, tile: Tile, num_sms: int
-) -> int:
+    row_tiles: int, tiles: int, seen: int, tile: Tile, num_sms: int,
+    fewest: int,
+) -> int:  # fmt: skip
     def cost(splits: int) -> tuple[float, int]:
-        blocks, of_part = row_tiles * splits, ceil_div(tiles, splits)
-        return _cost_of(blocks, of_part, splits > 1, tile, num_sms), splits
+        sizes = row_tiles, tiles, seen, tile, num_sms
+        return _cost_of(*sizes, splits), splits
 
     most = min(tiles, MAX_SPLITS)
     return min(range(min(max(fewest, 1), most), most + 1), key=cost)

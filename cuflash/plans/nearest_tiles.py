@@ -31,6 +31,8 @@ _OF_THE_PACKAGE = 0.5
 # For another GPU: this, and of the same architecture an octave of bandwidth
 # as one of length.
 _OTHER_GPU = 0.25
+# Without cp.async tiles have no stages: they tell nothing of other GPUs.
+_OLDEST_THAT_COPIES = 80
 # More tiles per SM than this make no difference.
 _MANY_TILES_PER_SM = 8.0
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -99,6 +101,7 @@ def _tuned(
         )
         for entry in tiles.entries(where)
         if (entry.family, entry.direction) == (family, direction)
+        and (entry.arch >= _OLDEST_THAT_COPIES or entry.arch == capability)
     ]
     far.sort(key=lambda pair: pair[0])  # stable: this machine's first
     return tuple(dict.fromkeys(tile for _, tile in far))

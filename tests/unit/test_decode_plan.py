@@ -11,6 +11,7 @@ import cuflash
 from cuflash.errors import DTypeError, UnsupportedError, ValueRangeError
 from cuflash.plans import decode, decode_sm90
 from cuflash.plans.plan import check, device_of_arch, plan
+from cuflash.plans.tiles import Tile
 from cuflash.request.problem import KVCache, Problem
 
 H200 = replace(
@@ -129,6 +130,18 @@ def test_parts_outside_a_window_cost_nothing():
         seqlen_k=65536, window=(1000, None), causal=True,
     )  # fmt: skip
     assert plan(problem, H200).family == "decode_sm90"
+
+
+def test_keys_that_a_window_hides_are_not_cut():
+    """Each part writes rows, and the merge reads them."""
+    problem = replace(
+        CALL, batch=16, num_heads_q=128, num_heads_kv=32, seqlen_q=32,
+        seqlen_k=65536, head_dim=64, head_dim_v=64, window=(1000, 0),
+    )  # fmt: skip
+    tile = Tile(128, 128, 0, 1)
+    assert decode_sm90._num_splits(problem, H200, tile) == 1
+    whole = replace(problem, batch=1, window=(None, None))
+    assert decode_sm90._num_splits(whole, H200, tile) > 1
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 16])

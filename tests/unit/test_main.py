@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import cuflash
-from cuflash import __main__
+from cuflash import __main__, folders
 from cuflash.backends.emulator import runtime
 from cuflash.build import nvrtc, warmup
 from cuflash.errors import CompileError, UnsupportedError
@@ -258,15 +258,36 @@ def gpus_of_capability(monkeypatch, *capabilities):
     monkeypatch.setattr(cuflash.backends, "cupy", fake, raising=False)
 
 
+def cubins_in(monkeypatch, folder):
+    """Pretend to compile; return the list of architectures."""
+    archs = []
+
+    def compile_for(kernel, arch):
+        archs.append(arch)
+        return folder / f"{arch}.cubin"
+
+    monkeypatch.setattr(nvrtc, "cubin_file", compile_for)
+    return archs
+
+
+def test_warmup_on_a_full_disk_fails(
+    default_kernels, monkeypatch, capsys, tmp_path
+):
+    gpus_of_capability(monkeypatch, 80)
+    default_kernels(small_kernel())
+    cubins_in(monkeypatch, tmp_path / "elsewhere")
+    monkeypatch.setattr(warmup, "remember_default_compiles", None)
+    assert __main__.main(["warmup"]) == 1
+    said = capsys.readouterr().out
+    assert "could not be kept" in said and "1 failed" in said
+
+
 def test_warmup_leaves_out_a_gpu_that_is_too_old(
     default_kernels, monkeypatch, capsys
 ):
     gpus_of_capability(monkeypatch, 70, 80)
     default_kernels(small_kernel())
-    compiled = []
-    monkeypatch.setattr(
-        nvrtc, "cubin_file", lambda kernel, arch: compiled.append(arch)
-    )
+    compiled = cubins_in(monkeypatch, folders.cache_folder())
     monkeypatch.setattr(warmup, "remember_default_compiles", lambda: None)
     assert __main__.main(["warmup"]) == 0
     assert compiled == ["sm_80"]

@@ -115,6 +115,16 @@ def test_entries_of_this_machine_that_name_no_gpu_are_for_its_gpu(
     assert tuned(tmp_path, monkeypatch, *own, **THIS).block_k == 128
 
 
+@pytest.mark.parametrize("capability", [80, 87, 103, 110])
+def test_tiles_without_cp_async_are_for_no_other_gpu(capability):
+    """sm_75's table is the only one with a tile for segment ids."""
+    asked = ("sm80", "forward", "bfloat16", 64, True, "segment_ids", 8192, 8.0)
+    own = {x.tile for x in tiles.entries(tiles.TABLES) if x.arch == 75}
+    others = {x.tile for x in tiles.entries(tiles.TABLES) if x.arch > 75}
+    assert not {*nearest_tiles.tuned(capability, *asked)} & (own - others)
+    assert nearest_tiles.tuned(75, *asked)[0] in own
+
+
 def test_a_plan_takes_the_tile_of_its_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "tile_tables", lambda: tmp_path)
     found = [
