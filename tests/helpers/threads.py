@@ -46,6 +46,7 @@ def at_once(work, count=COUNT):
 def forget():
     """Empty all that cuflash's functions remember."""
     for found in gc.get_objects():
-        if isinstance(found, functools._lru_cache_wrapper):
+        # No isinstance: some objects of libraries warn of being asked.
+        if type(found) is functools._lru_cache_wrapper:
             if (found.__module__ or "").startswith("cuflash."):
                 found.cache_clear()
