@@ -8,12 +8,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
 from typing import Any, get_args
 
 from cuflash import __version__, folders, settings
-from cuflash.build import cache, nvrtc, warmup
+from cuflash.build import cache, nvrtc, parallel, warmup
 from cuflash.check import machine
 from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plans import tiles
@@ -117,27 +116,6 @@ def _kernels(device: Device) -> list[KernelPlan]:
     return list(dict.fromkeys(k for plan in plans for k in plan.kernels))
 
 
-def _in_threads(
-    work: Callable[[KernelPlan, str], Any],
-    tasks: Iterable[tuple[KernelPlan, str]],
-    jobs: int,
-) -> Iterator[tuple[KernelPlan, str, Any]]:
-    """Run work(kernel, arch) for all tasks; yield results as they complete.
-
-    A CuflashError is yielded as a result.
-    """
-    pool = ThreadPoolExecutor(max_workers=max(jobs, 1))
-    try:
-        tasks_of = {pool.submit(work, *task): task for task in tasks}
-        for done in as_completed(tasks_of):
-            error = done.exception()
-            if error and not isinstance(error, CuflashError):
-                raise error
-            yield *tasks_of[done], error or done.result()
-    finally:  # after Ctrl-C too: do not wait
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 def _describe(kernel: KernelPlan) -> str:
     """A kernel's name and constants in a few words."""
     known = dict(kernel.constants)
@@ -172,7 +150,7 @@ def compile_for(archs: list[str], jobs: int) -> int:
     heads = ("arch", "kernel", "registers", "shared", "spill", "seconds", "")
     print(line(*heads).rstrip())
     faults, start = [], time.perf_counter()
-    for kernel, arch, report in _in_threads(nvrtc.report, tasks, jobs):
+    for kernel, arch, report in parallel.in_threads(nvrtc.report, tasks, jobs):
         fault = _fault(kernel, report)
         if fault:
             faults.append(f"{arch} {_describe(kernel)}: {fault}")
@@ -254,7 +232,9 @@ def warm_up(jobs: int) -> int:
     tasks = [(kernel, d.arch) for d in devices for kernel in _kernels(d)]
     tasks = list(dict.fromkeys(tasks))  # two GPUs may be the same model
     failed, start, kept = 0, time.perf_counter(), folders.cache_folder()
-    for kernel, arch, result in _in_threads(nvrtc.cubin_file, tasks, jobs):
+    for kernel, arch, result in parallel.in_threads(
+        nvrtc.cubin_file, tasks, jobs
+    ):
         said = ""
         if isinstance(result, Exception):
             said = f": {result}"

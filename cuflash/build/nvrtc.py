@@ -121,9 +121,8 @@ def _nvrtc() -> Any:
         nvrtc.nvrtcVersion()  # loads the library
     except (ImportError, RuntimeError, OSError) as error:  # OSError: a DLL
         raise CompileError(
-            "NVRTC, which compiles the kernels, was not found; install"
-            " cuflash[cuda13] or cuflash[cuda12], whichever matches the"
-            f" driver ({error})"
+            "NVRTC, which compiles the kernels, was not found;"
+            f" {diagnosis.EXTRAS} ({error})"
         ) from error
     return nvrtc
 

@@ -8,15 +8,14 @@ first call, several at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 from cuflash.backends import emulator
-from cuflash.build import nvrtc
+from cuflash.build import nvrtc, parallel
 from cuflash.check import run
 from cuflash.check.calls import Call
 from cuflash.check.places import Cpu
-from cuflash.errors import CompileError, CuflashError, UnsupportedError
+from cuflash.errors import CuflashError, UnsupportedError
 from cuflash.plans.plan import Device, FamilyName, KernelPlan, Plan
 
 
@@ -67,7 +66,6 @@ def planned(calls: Iterable[Call], device: Device) -> Planned:
     found: list[Call] = []
     kernels: dict[KernelPlan, None] = {}
     missing: dict[tuple[str, str], str] = {}
-    seen: dict[Any, tuple[bool, str]] = {}
     for call in calls:
         key = (str(call.family), call.kind)
         plans, why = _plans(call, device)
@@ -79,7 +77,6 @@ def planned(calls: Iterable[Call], device: Device) -> Planned:
             continue
         found.append(call)
         kernels |= dict.fromkeys(k for x in plans for k in x.kernels)
-    del seen
     with_calls = {(str(call.family), call.kind) for call in found}
     left = {x: y for x, y in missing.items() if x not in with_calls}
     return Planned(found, list(kernels), left)
@@ -103,18 +100,6 @@ def compile_all(
     kernels: Iterable[KernelPlan], device: Device, jobs: int
 ) -> Iterator[CuflashError | None]:
     """Compile kernels into the cache; yields once for each, with its error."""
-    pool = ThreadPoolExecutor(max_workers=max(jobs, 1))
-    try:
-        waiting = [
-            pool.submit(nvrtc.cubin_file, kernel, device.arch)
-            for kernel in kernels
-        ]
-        for done in as_completed(waiting):
-            try:
-                done.result()
-            except CompileError as error:
-                yield error
-            else:
-                yield None
-    finally:  # after Ctrl-C too: do not wait
-        pool.shutdown(wait=False, cancel_futures=True)
+    tasks = [(kernel, device.arch) for kernel in kernels]
+    for *_, result in parallel.in_threads(nvrtc.cubin_file, tasks, jobs):
+        yield result if isinstance(result, CuflashError) else None

@@ -16,6 +16,8 @@ from cuflash.request.problem import Problem
 from .record import FAMILIES, Family, FamilyName
 from .rounding import round_up
 
+OLDEST_WITH_CP_ASYNC = 80  # compute capability
+
 
 @dataclass(frozen=True)
 class Device:
@@ -57,7 +59,7 @@ class Device:
     @property
     def copies_at_once(self) -> bool:
         """Whether it has no cp.async: stages would load nothing ahead."""
-        return self.capability < 80
+        return self.capability < OLDEST_WITH_CP_ASYNC
 
     @property
     def reserved_bytes(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from cuflash import folders
 from cuflash.plans import tiles
+from cuflash.plans.kernel import OLDEST_WITH_CP_ASYNC
 from cuflash.plans.tiles import Entry, Tile
 
 ROWS_OF_A_TILE = 128  # for counting tiles, whichever tile is chosen
@@ -31,8 +32,6 @@ _OF_THE_PACKAGE = 0.5
 # For another GPU: this, and of the same architecture an octave of bandwidth
 # as one of length.
 _OTHER_GPU = 0.25
-# Without cp.async tiles have no stages: they tell nothing of other GPUs.
-_OLDEST_THAT_COPIES = 80
 # More tiles per SM than this make no difference.
 _MANY_TILES_PER_SM = 8.0
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -101,7 +100,8 @@ def _tuned(
         )
         for entry in tiles.entries(where)
         if (entry.family, entry.direction) == (family, direction)
-        and (entry.arch >= _OLDEST_THAT_COPIES or entry.arch == capability)
+        # Without cp.async tiles have no stages: they tell nothing of others.
+        and (entry.arch >= OLDEST_WITH_CP_ASYNC or entry.arch == capability)
     ]
     far.sort(key=lambda pair: pair[0])  # stable: this machine's first
     return tuple(dict.fromkeys(tile for _, tile in far))
