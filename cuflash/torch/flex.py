@@ -10,7 +10,8 @@ import torch
 
 from cuflash.errors import ShapeError, UnsupportedError, ValueRangeError
 
-from .attention import attention
+from . import compiled_functions, functions
+from .attention import attend
 from .block_mask import mask_of
 from .checks import check_tensors
 from .tracing import PLAIN
@@ -100,9 +101,9 @@ def flex_attention(
     >>> slopes.grad.shape
     torch.Size([2])
     """
-    if not (type(query) in PLAIN and type(key) in PLAIN):
-        if not torch.compiler.is_compiling():
-            check_tensors({"query": query, "key": key, "value": value})
+    compiling = torch.compiler.is_compiling()
+    if not (type(query) in PLAIN and type(key) in PLAIN or compiling):
+        check_tensors({"query": query, "key": key, "value": value})
     heads_q, heads_kv = _heads_of(query, key, value)
     if heads_q != heads_kv and not enable_gqa:
         raise ShapeError(
@@ -122,16 +123,21 @@ def flex_attention(
     wants_lse = return_lse
     if return_aux is not None:
         wants_lse = _wants_lse(return_aux, return_lse)
-    results: Any = attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        scale=scale, return_lse=wants_lse, **options,
+    own = program = None
+    if options and compiling:
+        program = compiled_functions.taken(options, {}, query)
+    elif options:
+        own = functions.taken(options, {}, query)
+    numbers = scale, False, None, None, None, None
+    results = attend(
+        query, key, value, wants_lse, numbers, own=own, program=program,
+        by_heads=True,
     )  # fmt: skip
+    if return_aux is None:
+        return results
     out, lse = results if wants_lse else (results, None)
-    out = out.transpose(1, 2)
-    if return_aux is not None:
-        made = sys.modules[type(return_aux).__module__]
-        return out, made.AuxOutput(lse=lse)
-    return (out, lse) if return_lse else out
+    made = sys.modules[type(return_aux).__module__]
+    return out, made.AuxOutput(lse=lse)
 
 
 def _heads_of(

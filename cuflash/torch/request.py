@@ -6,6 +6,7 @@ become NumPy arrays that share their memory, and `cuflash.api` does the rest.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from cuflash.request.validate import host_values, scalars
 from .batched_grad import is_batched
 from .dtypes import from_numpy, to_numpy
 from .functions import Functions
-from .signature import check_devices, checked, describe
+from .signature import by_heads, check_devices, checked, describe
 from .tracing import PLAIN, by_operations
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Request:
         The options (options.TABLE) that differ from their defaults.
     functions : Functions or None
         A user's own score and mask.
+    by_heads : bool
+        Whether q, k, v, out and their gradients are (batch, heads, seqlen,
+        head_dim): only those on a CUDA device, in `forward` and `backward`.
 
     Attributes
     ----------
@@ -57,7 +61,7 @@ class Request:
 
     __slots__ = (
         "common", "num_splits", "deterministic", "scalars", "tensors", "seed",
-        "moved", "has_functions", "of_batch", "numbers", "kept",
+        "moved", "has_functions", "of_batch", "numbers", "kept", "by_heads",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +75,9 @@ class Request:
         deterministic: Any,
         given: dict[str, Any] | None = None,
         functions: Functions | None = None,
+        by_heads: bool = False,
     ) -> None:
+        self.by_heads = by_heads
         self.common = (
             "scale", scale, "causal", causal, "block_q", block_q,
             "block_k", block_k, "precision", precision,
@@ -112,6 +118,12 @@ class Request:
             kinds = {n: type(x)() for n, x in functions.numbers.items()}
             self.scalars += ("mod_arrays", traced.BySlot(kinds))
 
+    def by_tokens(self) -> Request:
+        """The same of (batch, seqlen, heads, head_dim) tensors."""
+        found = copy.copy(self)
+        found.by_heads = False
+        return found
+
     def forward(
         self,
         q: torch.Tensor,
@@ -124,7 +136,7 @@ class Request:
 
         `tensors` are the options' tensors, by default those given.
         """
-        backend = backend_of(q)
+        backend: Any = backend_of(q)
         if tensors is None:
             tensors = self.tensors
         own = (
@@ -135,6 +147,8 @@ class Request:
         if backend is None:
             return self.on_cpu(api_attention.forward, given, tensors, own)
         call = self.call(validate.forward, given, tensors, own)
+        if self.by_heads:
+            backend = backend.by_heads
         out, lse = execute.forward(call, backend)
         if call.rank != 4:
             out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
@@ -162,7 +176,7 @@ class Request:
             dout = dout.resolve_neg()
         if dlse is not None and dlse.is_neg():
             dlse = dlse.resolve_neg()
-        backend = backend_of(q)
+        backend: Any = backend_of(q)
         own: tuple[Any, ...] = (
             *self.common, "deterministic", self.deterministic,
         )  # fmt: skip
@@ -179,6 +193,8 @@ class Request:
             results = self.on_cpu(run, given, tensors, own)
         else:
             call = self.call(validate.backward, given, tensors, own)
+            if self.by_heads:
+                backend = backend.by_heads
             results = execute.backward(call, backend)
             if call.rank != 4:
                 first = (strip(x, call.rank) for x in results[:3])
@@ -202,6 +218,8 @@ class Request:
         described = [describe(name, x) for name, x in given.items()]
         if tensors:
             described += [describe(name, x) for name, x in tensors.items()]
+        if self.by_heads:
+            check = by_heads(check)
         signature = checked(check, tuple(described), *own, *self.scalars)
         call = Call(
             signature, given, None, traced.by_slots(tensors), self.seed,
