@@ -104,26 +104,30 @@ def flex_attention(
     compiling = torch.compiler.is_compiling()
     if not (type(query) in PLAIN and type(key) in PLAIN or compiling):
         check_tensors({"query": query, "key": key, "value": value})
-    heads_q, heads_kv = _heads_of(query, key, value)
-    if heads_q != heads_kv and not enable_gqa:
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise _wrong_axes(query, key, value)
+    batch, heads, seqlen_q, _ = query.shape
+    batch_kv, heads_kv, seqlen_k, _ = key.shape
+    if heads != heads_kv and not enable_gqa:
         raise ShapeError(
-            f"query has {heads_q} heads and key {heads_kv}, expected as many:"
+            f"query has {heads} heads and key {heads_kv}, expected as many:"
             " pass enable_gqa=True where query heads share key heads"
         )
+    if batch_kv != batch:
+        key, value = _expanded(batch, key, value)
     options: dict[str, Any] = {}
     if score_mod is not None:
         options["score_mod"] = score_mod
     if block_mask is not None:
-        of_blocks = mask_of(block_mask, query, key)
+        sizes = batch, heads, seqlen_q, seqlen_k
+        of_blocks = mask_of(block_mask, sizes)
         if of_blocks is not None:
             options["mask_mod"] = of_blocks
-    if key.shape[0] != query.shape[0]:
-        key, value = (x.expand(query.shape[0], *x.shape[1:])
-                      for x in (key, value))  # fmt: skip
     wants_lse = return_lse
     if return_aux is not None:
         wants_lse = _wants_lse(return_aux, return_lse)
-    own = program = None
+    own: Any = None
+    program: Any = None
     if options and compiling:
         program = compiled_functions.taken(options, {}, query)
     elif options:
@@ -140,24 +144,28 @@ def flex_attention(
     return out, made.AuxOutput(lse=lse)
 
 
-def _heads_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[int, int]:
-    """The heads of query and key, whose axes are checked."""
-    if not query.ndim == key.ndim == value.ndim == 4:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.ndim != 4:
-                raise ShapeError(
-                    f"{name} has shape {tuple(x.shape)}, expected four axes:"
-                    f" {_LAYOUT}"
-                )
-    batch, heads_q, *_ = query.shape
-    batch_kv, heads_kv, *_ = key.shape
-    if batch_kv != batch and batch_kv != 1:
+def _wrong_axes(*tensors: torch.Tensor) -> ShapeError:
+    """The error of tensors that have not four axes each."""
+    names = "query", "key", "value"
+    wrong = (
+        (n, x) for n, x in zip(names, tensors, strict=True) if x.ndim != 4
+    )
+    name, x = next(wrong)
+    return ShapeError(
+        f"{name} has shape {tuple(x.shape)}, expected four axes: {_LAYOUT}"
+    )
+
+
+def _expanded(
+    batch: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value of a batch of 1, for each of query's."""
+    if key.shape[0] != 1:
         raise ShapeError(
-            f"key has batch {batch_kv}, expected {batch} as query or 1"
+            f"key has batch {key.shape[0]}, expected {batch} as query or 1"
         )
-    return heads_q, heads_kv
+    sizes = batch, -1, -1, -1
+    return key.expand(sizes), value.expand(sizes)
 
 
 def _wants_lse(return_aux: Any, return_lse: bool) -> bool:
