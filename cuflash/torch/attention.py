@@ -26,7 +26,7 @@ from .checks import check_tensors, have_tangents
 from .functions import Functions
 from .gradients import Attention
 from .ops import attention as by_operator
-from .request import Request
+from .repeated import Numbers, request_of
 from .tracing import is_traced
 
 if TYPE_CHECKING:
@@ -163,7 +163,6 @@ def attention(
     )  # fmt: skip
 
 
-_Numbers = tuple[Any, Any, Any, Any, Any, Any]
 _NUMBERS = (
     "scale", "causal", "block_q", "block_k", "precision", "num_splits",
 )  # fmt: skip
@@ -174,7 +173,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     return_lse: Any,
-    numbers: _Numbers,
+    numbers: Numbers,
     deterministic: Any = False,
     given: dict[str, Any] | None = None,
     arrays: dict[str, torch.Tensor] | None = None,
@@ -242,7 +241,7 @@ def attend(
         )  # fmt: skip
     if given and given.get("dropout") and "seed" not in given:
         given["seed"] = _seed_of(transformed)
-    request = Request(*numbers, deterministic, given, own, by_heads)
+    request = request_of(numbers, deterministic, given, own, by_heads)
     if not (transformed or with_grad):
         found = request.forward(q, k, v, return_lse)
         return found if return_lse else found[0]

@@ -29,7 +29,8 @@ from .signature import by_heads, check_devices, checked, describe
 from .tracing import PLAIN, by_operations
 
 if TYPE_CHECKING:
-    from cuflash.backends.base import Backend
+    from cuflash.backends.base import Backend, Target
+    from cuflash.request.problem import Signature
 
 Results = tuple[torch.Tensor, ...]
 
@@ -146,12 +147,18 @@ class Request:
         given = {"q": q, "k": k, "v": v}
         if backend is None:
             return self.on_cpu(api_attention.forward, given, tensors, own)
-        call = self.call(validate.forward, given, tensors, own)
+        check = _forward_on(backend.target, self.by_heads)
         if self.by_heads:
             backend = backend.by_heads
-        out, lse = execute.forward(call, backend)
-        if call.rank != 4:
-            out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
+        signature, launched = self.checked(check, given, tensors, own)
+        if launched is not None:
+            out, lse = launched.run((q, k, v), backend)
+        else:
+            call = self.call_of(signature, given, tensors)
+            out, lse = execute.forward(call, backend)
+        rank = signature.rank
+        if rank != 4:
+            out, lse = strip(out, rank), strip_lse(lse, rank)
         return (out, lse) if return_lse else (out,)
 
     def backward(
@@ -192,9 +199,10 @@ class Request:
             run = api_attention.backward
             results = self.on_cpu(run, given, tensors, own)
         else:
-            call = self.call(validate.backward, given, tensors, own)
+            check = validate.backward
             if self.by_heads:
-                backend = backend.by_heads
+                check, backend = by_heads(check), backend.by_heads
+            call = self.call(check, given, tensors, own)
             results = execute.backward(call, backend)
             if call.rank != 4:
                 first = (strip(x, call.rank) for x in results[:3])
@@ -215,12 +223,29 @@ class Request:
 
         `own` are names and values of the other arguments, alternating.
         """
+        signature = self.checked(check, given, tensors, own)
+        return self.call_of(signature, given, tensors)
+
+    def checked(
+        self,
+        check: Any,
+        given: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+        own: tuple[Any, ...],
+    ) -> Any:
+        """What `signature.checked` returns of a call."""
         described = [describe(name, x) for name, x in given.items()]
         if tensors:
             described += [describe(name, x) for name, x in tensors.items()]
-        if self.by_heads:
-            check = by_heads(check)
-        signature = checked(check, tuple(described), *own, *self.scalars)
+        return checked(check, tuple(described), *own, *self.scalars)
+
+    def call_of(
+        self,
+        signature: Signature,
+        given: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+    ) -> Call:
+        """The call that a signature is of."""
         call = Call(
             signature, given, None, traced.by_slots(tensors), self.seed,
             mod_numbers=self.numbers, kept=self.kept,
@@ -257,6 +282,22 @@ class Request:
         for x in results:  # those of `mod_arrays` are a dict
             flat += x.values() if isinstance(x, dict) else [x]
         return tuple(map(from_numpy, flat))
+
+
+@functools.cache
+def _forward_on(target: Target, is_by_heads: bool) -> Any:
+    """A check of forward calls: their signatures, and their launches if bare.
+
+    Both by one look-up.
+    """
+
+    def found(**given: Any) -> tuple[Signature, Any]:
+        signature = validate.forward(**given).signature
+        return signature, execute.launched_forward(
+            signature, target, target.family
+        )
+
+    return by_heads(found) if is_by_heads else found
 
 
 def backend_of(x: torch.Tensor) -> Backend | None:
