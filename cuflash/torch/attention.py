@@ -27,7 +27,7 @@ from .functions import Functions
 from .gradients import Attention
 from .ops import attention as by_operator
 from .repeated import Numbers, request_of
-from .tracing import is_traced
+from .tracing import is_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -213,21 +213,16 @@ def attend(
         if own is not None:
             inputs |= own.arrays
         check_tensors(inputs)
-        to_cast = autocast.is_on(q)
+        to_cast = torch._C._is_any_autocast_enabled() and autocast.is_on(q)
         transformed = torch._C._are_functorch_transforms_active() or (
             forward_ad._current_level >= 0 and have_tangents(inputs)
         )
     if to_cast:
         q, k, v, given = autocast.cast(q, k, v, given)
-    traced = compiling or (not transformed and is_traced(q, k, v))
+    traced = compiling or (not transformed and is_seen(q, k, v))
     if by_heads and (traced or transformed or not requests.backend_of(q)):
-        found = attend(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            return_lse, numbers, deterministic, given, arrays, own, program,
-        )  # fmt: skip
-        if return_lse:
-            return found[0].transpose(1, 2), found[1]
-        return found.transpose(1, 2)
+        others = numbers, deterministic, given, arrays, own, program
+        return _by_views(q, k, v, return_lse, *others)
     with_grad = False
     if (given or not compiling) and not transformed:
         with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given, own)
@@ -250,6 +245,18 @@ def attend(
         return transforms.attention(request, wanted, q, k, v)
     moved = map(request.tensors.get, request.moved)
     return Attention.apply(request, wanted, q, k, v, *moved)
+
+
+def _by_views(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> Any:
+    """`attend` of tensors by heads as views by tokens."""
+    found = attend(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *others
+    )
+    if isinstance(found, tuple):
+        return found[0].transpose(1, 2), found[1]
+    return found.transpose(1, 2)
 
 
 def _seed_of(transformed: bool) -> int:
@@ -288,9 +295,9 @@ def needs_grad(
 ) -> bool:
     """Whether an input requires grad; UnsupportedError if one may not."""
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
-    if own is not None:
+    if not wanted and own is not None and own.graphs.moved:
         moved = (own.arrays[x] for x in own.graphs.moved)
-        wanted = wanted or any(x.requires_grad for x in moved)
+        wanted = any(x.requires_grad for x in moved)
     if not given:
         return wanted
     for name in ARRAYS:

@@ -153,7 +153,10 @@ def taken(
     ------
     CuflashError
     """
-    functions = {x: options.pop(x) for x in _ROLES if x in options}
+    functions: dict[str, Any] = {}
+    for role in _ROLES:
+        if role in options:
+            functions[role] = options.pop(role)
     shared = getattr(functions.get("mask_mod"), "snapshot", None)
     if isinstance(shared, Snapshot):
         functions["mask_mod"] = shared.mask_mod
