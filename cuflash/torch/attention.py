@@ -21,7 +21,6 @@ from . import (
     random,
     transforms,
 )
-from . import request as requests
 from .checks import check_tensors, have_tangents
 from .functions import Functions
 from .gradients import Attention
@@ -220,7 +219,7 @@ def attend(
     if to_cast:
         q, k, v, given = autocast.cast(q, k, v, given)
     traced = compiling or (not transformed and is_seen(q, k, v))
-    if by_heads and (traced or transformed or not requests.backend_of(q)):
+    if by_heads and (traced or transformed):
         others = numbers, deterministic, given, arrays, own, program
         return _by_views(q, k, v, return_lse, *others)
     with_grad = False

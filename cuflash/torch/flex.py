@@ -101,9 +101,9 @@ def flex_attention(
     >>> slopes.grad.shape
     torch.Size([2])
     """
-    compiling = torch.compiler.is_compiling()
-    if not (type(query) in PLAIN and type(key) in PLAIN or compiling):
-        check_tensors({"query": query, "key": key, "value": value})
+    if not (type(query) in PLAIN and type(key) in PLAIN):
+        if not torch.compiler.is_compiling():
+            check_tensors({"query": query, "key": key, "value": value})
     if not query.ndim == key.ndim == value.ndim == 4:
         raise _wrong_axes(query, key, value)
     batch, heads, seqlen_q, _ = query.shape
@@ -115,23 +115,18 @@ def flex_attention(
         )
     if batch_kv != batch:
         key, value = _expanded(batch, key, value)
-    options: dict[str, Any] = {}
-    if score_mod is not None:
-        options["score_mod"] = score_mod
-    if block_mask is not None:
+    own: Any = None
+    program: Any = None
+    if not score_mod is block_mask is None:
         sizes = batch, heads, seqlen_q, seqlen_k
-        of_blocks = mask_of(block_mask, sizes)
-        if of_blocks is not None:
-            options["mask_mod"] = of_blocks
+        options = _options(score_mod, block_mask, sizes)
+        if torch.compiler.is_compiling():
+            program = compiled_functions.taken(options, {}, query)
+        else:
+            own = functions.taken(options, {}, query)
     wants_lse = return_lse
     if return_aux is not None:
         wants_lse = _wants_lse(return_aux, return_lse)
-    own: Any = None
-    program: Any = None
-    if options and compiling:
-        program = compiled_functions.taken(options, {}, query)
-    elif options:
-        own = functions.taken(options, {}, query)
     numbers = scale, False, None, None, None, None
     results = attend(
         query, key, value, wants_lse, numbers, own=own, program=program,
@@ -166,6 +161,20 @@ def _expanded(
         )
     sizes = batch, -1, -1, -1
     return key.expand(sizes), value.expand(sizes)
+
+
+def _options(
+    score_mod: Any, block_mask: Any, sizes: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    """A call's functions, by the names of `attention`."""
+    found: dict[str, Any] = {}
+    if score_mod is not None:
+        found["score_mod"] = score_mod
+    if block_mask is not None:
+        of_blocks = mask_of(block_mask, sizes)
+        if of_blocks is not None:
+            found["mask_mod"] = of_blocks
+    return found
 
 
 def _wants_lse(return_aux: Any, return_lse: bool) -> bool:

@@ -25,7 +25,7 @@ from cuflash.request.validate import host_values, scalars
 from .batched_grad import is_batched
 from .dtypes import from_numpy, to_numpy
 from .functions import Functions
-from .signature import by_heads, check_devices, checked, describe
+from .signature import ROWS, by_heads, check_devices, checked, describe
 from .tracing import PLAIN, by_operations
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Request:
         A user's own score and mask.
     by_heads : bool
         Whether q, k, v, out and their gradients are (batch, heads, seqlen,
-        head_dim): only those on a CUDA device, in `forward` and `backward`.
+        head_dim): in `forward` and `backward` alone.
 
     Attributes
     ----------
@@ -146,7 +146,8 @@ class Request:
         )  # fmt: skip
         given = {"q": q, "k": k, "v": v}
         if backend is None:
-            return self.on_cpu(api_attention.forward, given, tensors, own)
+            found = self.on_cpu(api_attention.forward, given, tensors, own)
+            return self._exchanged(found, 1)
         check = _forward_on(backend.target, self.by_heads)
         if self.by_heads:
             backend = backend.by_heads
@@ -198,6 +199,7 @@ class Request:
         if backend is None:
             run = api_attention.backward
             results = self.on_cpu(run, given, tensors, own)
+            results = self._exchanged(results, 3)
         else:
             check = validate.backward
             if self.by_heads:
@@ -211,6 +213,12 @@ class Request:
             return *results, *(None,) * len(self.moved)
         others = dict(zip(wanted, results[3:], strict=True))
         return *results[:3], *map(others.get, self.moved)
+
+    def _exchanged(self, results: Results, count: int) -> Results:
+        """Results of `on_cpu`, the first ones in the order of the call."""
+        if not self.by_heads:
+            return results
+        return *(x.transpose(1, 2) for x in results[:count]), *results[count:]
 
     def call(
         self,
@@ -266,6 +274,9 @@ class Request:
         given = given | tensors
         check_devices({name: x.device for name, x in given.items()})
         arrays = {name: to_numpy(x) for name, x in given.items()}
+        if self.by_heads:
+            for name in ROWS & arrays.keys():
+                arrays[name] = arrays[name].swapaxes(1, 2)
         values = (*own, *self.scalars)
         others = dict(zip(values[::2], values[1::2], strict=True))
         if "seed" in others:

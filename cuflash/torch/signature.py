@@ -59,14 +59,17 @@ class Shown:
         return found
 
 
+# The arrays of a call that have an axis of heads and one of tokens.
+ROWS = frozenset(("q", "k", "v", "out", "dout"))
+
+
 @functools.cache
 def by_heads(check: Callable[..., Any]) -> Callable[..., Any]:
     """A check of calls on (batch, heads, seqlen, head_dim) tensors."""
 
     def exchanged(**given: Any) -> Any:
-        for name in ("q", "k", "v", "out", "dout"):
-            if name in given:
-                given[name] = given[name].exchanged()
+        for name in ROWS & given.keys():
+            given[name] = given[name].exchanged()
         return check(**given)
 
     return exchanged
