@@ -104,21 +104,20 @@ def flex_attention(
     if not (type(query) in PLAIN and type(key) in PLAIN):
         if not torch.compiler.is_compiling():
             check_tensors({"query": query, "key": key, "value": value})
-    if not query.ndim == key.ndim == value.ndim == 4:
+    shape, shape_kv = query.shape, key.shape
+    if not len(shape) == len(shape_kv) == value.ndim == 4:
         raise _wrong_axes(query, key, value)
-    batch, heads, seqlen_q, _ = query.shape
-    batch_kv, heads_kv, seqlen_k, _ = key.shape
-    if heads != heads_kv and not enable_gqa:
+    if shape[1] != shape_kv[1] and not enable_gqa:
         raise ShapeError(
-            f"query has {heads} heads and key {heads_kv}, expected as many:"
-            " pass enable_gqa=True where query heads share key heads"
+            f"query has {shape[1]} heads and key {shape_kv[1]}, expected as"
+            " many: pass enable_gqa=True where query heads share key heads"
         )
-    if batch_kv != batch:
-        key, value = _expanded(batch, key, value)
+    if shape[0] != shape_kv[0]:
+        key, value = _expanded(shape[0], key, value)
     own: Any = None
     program: Any = None
     if not score_mod is block_mask is None:
-        sizes = batch, heads, seqlen_q, seqlen_k
+        sizes = shape[0], shape[1], shape[2], shape_kv[2]
         options = _options(score_mod, block_mask, sizes)
         if torch.compiler.is_compiling():
             program = compiled_functions.taken(options, {}, query)
