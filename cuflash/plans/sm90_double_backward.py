@@ -13,6 +13,7 @@ from .sm90 import (
     MAX_SEMAPHORE_HEADS,
     MBARRIER_BYTES,
     head_dims,
+    heads_innermost,
     rows_kernel,
     runs_derivatives,
 )
@@ -89,6 +90,7 @@ def _main(
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", False),
+        ("HEADS_INNERMOST", heads_innermost(problem)),
         ("STAGES", tile.num_stages),
         ("Q_STAGES", q_stages),
         ("SCORE_BENDS", False),

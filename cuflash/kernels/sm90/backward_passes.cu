@@ -25,8 +25,8 @@
 //
 // Constants: Element, PASS, CAUSAL, WINDOW, HEAD_DIM and HEAD_DIM_V (multiples of 64, 128 to 512),
 // BLOCK_Q and BLOCK_K 64; KV_STAGES of chunks of SCORE_CHUNK columns for S and dP, STAGES of
-// chunks of each half; SHARED_BYTES, DLSE, Arguments and the options; INTEGER_DQ, DQ_SEMAPHORES 0.
-// DBIAS and DMOD in one pass alone.
+// chunks of each half; SHARED_BYTES, DLSE, Arguments and the options; INTEGER_DQ, DQ_SEMAPHORES 0;
+// HEADS_INNERMOST. DBIAS and DMOD in one pass alone.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums.
@@ -152,8 +152,14 @@ struct Work {
     __device__ __forceinline__ bool is_full(int tile) const {
         return tile >= first_full && tile < end_full;
     }
-    // Calls visit(head, tile) for each visited tile.
+    // Calls visit(head, tile) for each visited tile. HEADS_INNERMOST: as backward_scheduler.cuh.
     template <class Visit> __device__ __forceinline__ void for_each(Visit visit) const {
+        if constexpr (HEADS_INNERMOST) {
+            for (int tile = end - 1; tile >= first; --tile)
+                for (int other = first_head; other < first_head + num_heads; ++other)
+                    visit(other, tile);
+            return;
+        }
         for (int other = first_head; other < first_head + num_heads; ++other)
             for (int tile = first; tile < end; ++tile) visit(other, tile);
     }
