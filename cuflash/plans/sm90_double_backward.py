@@ -1,12 +1,13 @@
 """The plan of a double backward by wgmma: 16-bit types, on Hopper.
 
-Without options but a user's score of numbers.
+Without options but a user's score.
 """
 
 from __future__ import annotations
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
+from cuflash.request import mod_tangents
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
@@ -49,13 +50,15 @@ _RECOMPUTE_TILE = Tile(16, 32, 4), Tile(32, 16, 4)
 def runs(problem: Problem, device: Device) -> bool:
     """Whether the kernel supports the problem: no option but a user's score.
 
-    A user's mask hides tiles, which it does not skip. A score that reads
-    arrays has no registers for their addresses.
+    A user's mask hides tiles, which it does not skip. What the score reads
+    has no second gradient and does not move.
     """
     # It stores rows of d2k and d2q 16 bytes at a time, too.
     return (
         runs_derivatives(problem, device, ("score_mod",))
-        and not problem.mod_arrays
+        and problem.tangents is not None
+        and not mod_tangents.slots_of(problem.tangents.of)
+        and not problem.return_dmod
         and problem.head_dim % 8 == 0
     )
 

@@ -57,12 +57,14 @@ def arrays_of(case):
 class Call:
     """A case's derivatives in one direction, all that moves or some.
 
-    score_mod : a function that reads no arrays, alone; None: `bent`, `some`.
+    score_mod : alone, of `arrays` that do not move; None: `bent`, `some`.
     """
 
-    def __init__(self, case, moving=(*INPUTS, *MOVING), score_mod=None):
+    def __init__(
+        self, case, moving=(*INPUTS, *MOVING), score_mod=None, **arrays
+    ):
         self.case = case
-        self.arrays, dots = arrays_of(case) if score_mod is None else ({}, {})
+        self.arrays, dots = (arrays, {}) if score_mod else arrays_of(case)
         self.dots = {x: y for x, y in dots.items() if x in moving}
         self.direction = tangents(case, moving)
         self.functions = {"score_mod": score_mod}

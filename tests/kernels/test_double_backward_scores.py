@@ -9,6 +9,7 @@ from cuflash.expressions import trace
 from cuflash.plans import sm90_double_backward
 from cuflash.plans.kernel import Launch
 from cuflash.plans.plan import device_of_arch, plan
+from cuflash.request.problem import Tangents
 from helpers.backends import on_kernels
 from helpers.data import Case, Emulation
 from helpers.derivatives import assert_near
@@ -48,8 +49,8 @@ def of_arrays(score, b, h, q_idx, kv_idx, *, seqlen_q, seqlen_k):
     return score + 0.1 * ends * np.tanh(score)
 
 
-def check(backend, score, moving=("q", "k", "v"), **more):
-    call = Call(replace(CASE, **more), moving, score)
+def check(backend, score, moving=("q", "k", "v"), arrays=(), **more):
+    call = Call(replace(CASE, **more), moving, score, **dict(arrays))
     got = call.double_backward(backend)
     assert_near(got, call.expected_double_backward(), call.case)
 
@@ -59,7 +60,8 @@ def _files(**more):
     return [x.file for x in plan(problem, device_of_arch("sm_90a")).kernels]
 
 
-def test_a_score_of_numbers_has_a_kernel_of_its_own():
+def test_a_score_has_a_kernel_of_its_own():
+    """Unless its arrays move or have second gradients."""
     score, _ = trace.record(capped, "score_mod", trace.Given())
     assert _files(score_mod=score, causal=True) == [
         "prepare/lse_rests.cu",
@@ -69,8 +71,8 @@ def test_a_score_of_numbers_has_a_kernel_of_its_own():
         "simt/double_backward_dkdv.cu",
         "simt/double_backward_dq.cu",
     ]
-    arrays = (trace.ArrayKind("float32", 1),)
-    for more in {"mod_arrays": arrays}, {"softcap": 2.0}:
+    of = Tangents(("q", "mod_arrays[0]"))
+    for more in {"return_dmod": (0,)}, {"tangents": of}, {"softcap": 2.0}:
         assert "sm80/double_backward.cu" in _files(score_mod=score, **more)
 
 
@@ -100,6 +102,24 @@ def test_scores_of_masked_pairs_are_not_read(backend, score, monkeypatch):
     )
     more = {"seqlen_q": 129, "seqlen_k": 129, "causal": score is of_visible}
     check(backend, score, **more)
+
+
+def near(score, b, h, q_idx, kv_idx, *, steps, factors):
+    """It reads 0 past the ends of steps."""
+    bent = factors[q_idx, kv_idx] * np.tanh(score)
+    return score + steps[h, q_idx - kv_idx + 60] + bent
+
+
+@on_kernels
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_read_arrays(backend, causal):
+    rng = np.random.default_rng(3)
+    sizes = {"steps": (4, 110), "factors": (65, 130)}
+    arrays = {
+        x: rng.uniform(-1, 1, size).astype(np.float32)
+        for x, size in sizes.items()
+    }
+    check(backend, near, arrays=arrays, causal=causal)
 
 
 @on_kernels

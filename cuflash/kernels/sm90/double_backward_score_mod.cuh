@@ -18,17 +18,24 @@ __device__ __forceinline__ void probabilities_of_user(
     float (&s)[S_REGS], Slopes& user, const Mod& score_mod, const SecondRows& rows,
     int first_column, int first_key) {
     const int first_query = rows.q_start + first_column;
-    if constexpr (SCORE_MOD)
-        #pragma unroll
-        for (int i = 0; i < S_REGS; ++i) {
-            const int query = first_query + i / 4 * 8 + i % 2, key = first_key + i / 2 % 2 * 8;
-            Derivatives<float> derivatives;
-            s[i] = score_mod.score(s[i], 0.0f, query, key, derivatives);
-            user.slopes[i] = derivatives.by_product;
-            // f_xx is how f_x moves with x.
-            user.bends[i] =
-                score_mod.user.slope_dot(derivatives.argument, 1.0f, query, key, 0);
-        }
+    if constexpr (SCORE_MOD) {
+        const auto& f = score_mod.user;
+        const auto apply = [&](auto inside) {
+            #pragma unroll
+            for (int i = 0; i < S_REGS; ++i) {
+                const int query = first_query + i / 4 * 8 + i % 2, key = first_key + i / 2 % 2 * 8;
+                const float product = s[i];
+                s[i] = f.template score<decltype(inside)::value>(
+                    product, score_mod.scale, query, key, user.slopes[i]);
+                // f_xx is how f_x moves with x.
+                user.bends[i] =
+                    f.slope_dot(rounded(product, score_mod.scale), 1.0f, query, key, 0);
+                limit_reads(f, i);
+            }
+        };
+        with_reads_tested(f, first_query, first_query + (S_REGS / 4 - 1) * 8 + 1, first_key,
+                          first_key + 8, apply);
+    }
     // Both are computed here, and nothing that they are computed from stays in registers.
     if constexpr (ScoreExpression<float>::CURVED) {
         warpgroup_fence_operand(user.slopes);
