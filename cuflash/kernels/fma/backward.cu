@@ -61,6 +61,17 @@ __device__ __forceinline__ void compute_p_and_ds(
         pairs = {score_tile.q_start + ScoreGrid::first_row() + lane_row(),
                  score_tile.k_start + first_key};
     ScoreMod<float>::ArraySums<Pairs> sums;
+    // A row's biases load while the row before is computed. A load does not pass the stores or
+    // additions of dbias that come before it: alone, each would take as long as one from L2 does.
+    float biases[2][BIAS ? KEYS : 1];
+    const auto load_biases = [&](int i) {
+        if constexpr (BIAS)
+            score_tile.score_mod.load_biases<LANE_COLUMNS>(
+                biases[i % 2],
+                score_tile.q_start + ScoreGrid::first_row() + lane_row() + i * LANE_ROWS,
+                score_tile.k_start + first_key);
+    };
+    load_biases(0);
     Kept<ROWS, KEYS> kept;
     if constexpr (DROPOUT)
         find_kept(kept, score_tile.dropout, score_tile.q_start + ScoreGrid::first_row(),
@@ -71,6 +82,7 @@ __device__ __forceinline__ void compute_p_and_ds(
         const float lse = effective_lse(shared.lse[row]);
         const float rest = score_tile.rest(row, lse), delta = shared.delta[row];
         const float distance = score_tile.distance(row, first_key);
+        if (i + 1 < ROWS) load_biases(i + 1);
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             const int key = first_key + j * LANE_COLUMNS;
@@ -80,7 +92,7 @@ __device__ __forceinline__ void compute_p_and_ds(
                 s[i][j] = weight(s[i][j], scale, lse);
             } else {
                 const float score = score_tile.score_mod.score(
-                    s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
+                    s[i][j], BIAS ? biases[i % 2][j] : 0.0f, distance - static_cast<float>(j * LANE_COLUMNS),
                     score_tile.q_start + row, score_tile.k_start + key, derivatives);
                 s[i][j] = weight_beside(rest, score, lse);
             }
@@ -93,6 +105,8 @@ __device__ __forceinline__ void compute_p_and_ds(
                 return BENDS ? ds * derivatives.by_product : ds;
             };
             dp[i][j] = visible ? gradient() * scale : 0.0f;
+            if (DBIAS && !visible)
+                score_tile.dbias.add_masked(score_tile.q_start + row, score_tile.k_start + key);
             if constexpr (DROPOUT) s[i][j] *= z;
             if (!visible) s[i][j] = 0.0f;
         }
