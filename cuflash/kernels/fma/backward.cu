@@ -92,7 +92,8 @@ __device__ __forceinline__ void compute_p_and_ds(
                 s[i][j] = weight(s[i][j], scale, lse);
             } else {
                 const float score = score_tile.score_mod.score(
-                    s[i][j], BIAS ? biases[i % 2][j] : 0.0f, distance - static_cast<float>(j * LANE_COLUMNS),
+                    s[i][j], BIAS ? biases[i % 2][j] : 0.0f,
+                    distance - static_cast<float>(j * LANE_COLUMNS),
                     score_tile.q_start + row, score_tile.k_start + key, derivatives);
                 s[i][j] = weight_beside(rest, score, lse);
             }
