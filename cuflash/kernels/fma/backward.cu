@@ -83,6 +83,9 @@ __device__ __forceinline__ void compute_p_and_ds(
         const float rest = score_tile.rest(row, lse), delta = shared.delta[row];
         const float distance = score_tile.distance(row, first_key);
         if (i + 1 < ROWS) load_biases(i + 1);
+        float* dbias = nullptr;
+        if constexpr (STORES_DBIAS)
+            dbias = score_tile.dbias.row(score_tile.q_start + row, score_tile.k_start + first_key);
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             const int key = first_key + j * LANE_COLUMNS;
@@ -100,8 +103,11 @@ __device__ __forceinline__ void compute_p_and_ds(
             const float z = DROPOUT && !kept.at(i, j) ? 0.0f : score_tile.dropout.factor;
             const auto gradient = [&] {                     // of a visible pair
                 const float ds = s[i][j] * ((DROPOUT ? z * dp[i][j] : dp[i][j]) - delta);
-                score_tile.add_dbias(
-                    derivatives, ds, score_tile.q_start + row, score_tile.k_start + key);
+                if constexpr (STORES_DBIAS)
+                    dbias[j * LANE_COLUMNS] = ds;
+                else
+                    score_tile.add_dbias(
+                        derivatives, ds, score_tile.q_start + row, score_tile.k_start + key);
                 score_tile.score_mod.add_gradients(sums, pairs, i, j, derivatives, ds);
                 return BENDS ? ds * derivatives.by_product : ds;
             };

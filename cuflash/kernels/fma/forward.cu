@@ -62,6 +62,22 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
 // S becomes the scores of score_mod.cuh. The lane's first are of first_query and first_key.
 __device__ __forceinline__ void apply_score_mod(
     Scores& s, const ScoreMod<float>& score_mod, int first_query, int first_key, int shift) {
+    if constexpr (BIAS)
+        if (score_mod.has_row(first_key + (KEYS - 1) * LANE_COLUMNS)) {
+            #pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int query = first_query + i * LANE_ROWS;
+                const float distance = static_cast<float>(query + shift - first_key);
+                const Bias* biases = score_mod.row_of_bias(query, first_key);
+                #pragma unroll
+                for (int j = 0; j < KEYS; ++j)
+                    s[i][j] = score_mod.score(
+                        s[i][j], to_accumulator(biases[j * LANE_COLUMNS]),
+                        distance - static_cast<float>(j * LANE_COLUMNS), query,
+                        first_key + j * LANE_COLUMNS);
+            }
+            return;
+        }
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;

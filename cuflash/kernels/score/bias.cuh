@@ -45,10 +45,23 @@ template <class Real> struct HeadBias {
         else
             return 0;
     }
-    // The same of N keys, STEP apart from `key` on: loads that nothing separates.
+    // Whether keys up to this one are within the array, and neighbours in memory.
+    bool has_row(int key) const { return bias_stride_k == 1 && key <= last_key; }
+    // With has_row: the biases of a query, from `key` on.
+    const Bias* row_of_bias(int query, int key) const {
+        return bias + (min(query, last_query) * bias_stride_q + key);
+    }
+    // The biases of N keys, STEP apart from `key` on: loads that nothing separates.
     template <int STEP, int N> void load_biases(Real (&biases)[N], int query, int key) const {
-        #pragma unroll
-        for (int i = 0; i < N; ++i) biases[i] = bias_of(query, key + i * STEP);
+        if (has_row(key + (N - 1) * STEP)) {
+            const Bias* row = row_of_bias(query, key);
+            #pragma unroll
+            for (int i = 0; i < N; ++i)
+                biases[i] = static_cast<Real>(to_accumulator(row[i * STEP]));
+        } else {
+            #pragma unroll
+            for (int i = 0; i < N; ++i) biases[i] = bias_of(query, key + i * STEP);
+        }
     }
     // With has_pairs: the biases of keys key and key + 1, both within the array, and those after.
     const BiasPair* pairs_of_bias(int query, int key) const {

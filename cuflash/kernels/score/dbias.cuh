@@ -36,6 +36,8 @@ struct BiasGradient {
             if (ds != 0) atomicAdd(sums + (query * stride_q + key * stride_k), ds);
         }
     }
+    // With STORES_DBIAS, where keys are neighbours in memory: the sums of a query, from `key` on.
+    Accumulator<Element>* row(int query, int key) const { return sums + (query * stride_q + key); }
     // Of a masked pair, where its ds was not computed.
     void add_masked(int query, int key) const {
         if constexpr (STORES_DBIAS) add(query, key, 0);
