@@ -29,6 +29,7 @@
 //
 // Bad at: few keys with many queries (one block per key tile); head_dim above 128, where only small
 // tiles fit in shared memory.
+#include "fma/biases_ahead.cuh"
 #include "fma/key_rows.cuh"
 #include "fma/loads_ahead.cuh"
 #include "common/backward_loads.cuh"
@@ -128,12 +129,15 @@ template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
     SharedPlan& shared, const ScoreTile& score_tile, Scores& s, Scores& ds, bool& dout_nonfinite,
     bool& q_nonfinite) {
+    BiasesAhead<true> biases;
+    biases.read(score_tile.score_mod, score_tile.q_start, score_tile.k_start);
     cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     dout_nonfinite = barrier_or_nonfinite<MASKED>(shared.dout);
     gemm_abt_ahead<true>(
         ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
     cp_async_wait<0>();                                     // Q
     q_nonfinite = barrier_or_nonfinite<MASKED>(shared.q);
+    biases.use();
     gemm_abt_ahead<false>(
         s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
     compute_p_and_ds<MASKED>(s, ds, shared, score_tile);

@@ -21,6 +21,7 @@
 // Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
 // element of S, which has HEAD_DIM + HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, where
 // acc leaves registers for only 4 rows per lane; few queries with many keys.
+#include "fma/biases_ahead.cuh"
 #include "fma/loads_ahead.cuh"
 #include "fma/query_rows.cuh"
 #include "common/forward_loads.cuh"
@@ -221,7 +222,10 @@ forward_fma(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         __syncthreads();
         loader.load_v(tile);
+        BiasesAhead<(ROWS <= 4)> biases;
+        biases.read(options.score_mod, q_start, k_start);
         gemm_abt<ROWS <= 4 ? 2 : 1>(s, shared.q, warp_row, shared.k, 0);
+        biases.use();
         if constexpr (!LINEAR)
             apply_score_mod(s, options.score_mod, first_query, k_start + lane_column(),
                             shape.seqlen_k - shape.seqlen_q);
