@@ -24,7 +24,7 @@ from cuflash.launch.results import (
 from cuflash.launch.run import LaunchedForward
 from cuflash.launch.structs import pointers_of
 from cuflash.plans.plan import FamilyName
-from cuflash.request import layouts, traced
+from cuflash.request import layouts, options, traced
 from cuflash.request.problem import Call, Layout, Problem, Signature
 
 
@@ -165,9 +165,12 @@ def new_gradients(call: Call, backend: Backend) -> dict[str, Any]:
         name: found[name] if name in found else new(shape, dtype)
         for name, shape in shapes.items()
     }
-    if p.return_dbias:  # zeros: kernels add to it
+    if p.return_dbias:
         shape = call.options["bias"].shape
-        results["dbias"] = backend.zeros(shape, p.lse_dtype)
+        # Kernels add to it, else.
+        stored = options.stores_dbias(p) and have_pairs(p)
+        of_bias = backend.empty if stored else backend.zeros
+        results["dbias"] = of_bias(shape, p.lse_dtype)
     if p.return_dsink:
         results["dsink"] = new((p.num_heads_q,), p.lse_dtype)
     for i in p.return_dmod:

@@ -219,10 +219,13 @@ def _float64_double_backward() -> Iterator[Tile]:
     )
 
 
-_fma_gradients = partial(
-    _gradients, (128, 112, 96, 64, 32, 16), (64, 32, 16), (8, 4),
-    (4, 2, 8, 1), (2, 4, 1),
-)  # fmt: skip
+def _fma_gradients() -> Iterator[Tile]:
+    yield from _gradients((128, 112, 96, 64, 32, 16), (64, 32, 16), (8, 4),
+                          (4, 2, 8, 1), (2, 4, 1))  # fmt: skip
+    # Narrow heads, few keys: a warp has 16 keys and 32 columns at least.
+    yield from _gradients((128, 64, 32), (32,), (2,), (2, 1), (2, 1))
+
+
 _mma8_rows = partial(_rows, (128, 64, 32, 16), (64, 32, 16))
 _mma8_double_backward = partial(
     _gradients, (64, 32, 16), (64, 32, 16), (8, 4, 2), (4, 2, 1), (4, 2, 1)

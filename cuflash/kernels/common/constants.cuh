@@ -6,6 +6,7 @@
 // merge's first array and result, each Element or its Accumulator.
 // Options (docs/guide/options.md): CAUSAL, WINDOW, SOFTCAP, ALIBI, BIAS, HAS_MASK, SINK, SEGMENTS,
 // DROPOUT, PACKED: sequences; LARGE_SOFTCAP (cuflash/softcap.py); DBIAS, DLSE: its gradient;
+// STORES_DBIAS: which one thread stores (score/dbias.cuh);
 // SCORE_MOD, MASK_MOD: the user's functions (expression.cuh); DMOD: gradients of their arrays;
 // SCORE_BENDS: the score's slope is not 1; SCORES_TWICE: and is computed again for dS;
 // FLAGS_OF_GROUPS: of what heads tile flags are, MASK_BITS: bits stand beside them
