@@ -23,6 +23,7 @@ from cuflash.launch.results import (
 )
 from cuflash.launch.run import LaunchedForward
 from cuflash.launch.structs import pointers_of
+from cuflash.launch.widened import in_float32, on_copies
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts, options, traced
 from cuflash.request.problem import Call, Layout, Problem, Signature
@@ -35,6 +36,13 @@ def forward(call: Call, backend: Backend) -> tuple[Any, ...]:
     if launched is not None:
         given = call.given
         return launched.run((given["q"], given["k"], given["v"]), backend)
+    return _forward(call, backend)
+
+
+@on_copies
+def _forward(call: Call, backend: Backend) -> tuple[Any, ...]:
+    """As `forward`, of any call."""
+    signature, target = call.signature, backend.target
     p, out, lse = signature.problem, call.out, None
     lse_shape = lse_shape_of(p)
     with backend.current():
@@ -59,6 +67,8 @@ def launched_forward(
 ) -> LaunchedForward | None:
     """A signature's forward call, None if it is more than a launch."""
     if "out" in signature.layouts or 0 in lse_shape_of(signature.problem):
+        return None
+    if in_float32(signature, target, family) is not None:
         return None
     recipe = _forward_recipe(signature, target, family, False)
     pointers = pointers_of(recipe.template.kind)
@@ -86,6 +96,7 @@ def _forward_recipe(
     )
 
 
+@on_copies
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
     signature, target = call.signature, backend.target
