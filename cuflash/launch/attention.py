@@ -48,7 +48,7 @@ def _forward(call: Call, backend: Backend) -> tuple[Any, ...]:
     with backend.current():
         if out is None:
             dtype = signature.layouts["q"].dtype
-            out = backend.empty(out_shape_of(p), dtype)
+            out = backend.rows(out_shape_of(p), dtype)
         if signature.return_lse:
             lse = backend.empty(lse_shape, p.lse_dtype)
         results = {"out": out, "lse": lse}
@@ -169,13 +169,13 @@ def have_pairs(p: Problem) -> bool:
 def new_gradients(call: Call, backend: Backend) -> dict[str, Any]:
     """The user's gradients in full rank, or new ones, in order."""
     p, dtype = call.problem, call.signature.layouts["q"].dtype
-    new = backend.empty if have_pairs(p) else backend.zeros
-    found = {**call.gradients}
-    shapes = gradient_shapes_of(p)
-    results = {
-        name: found[name] if name in found else new(shape, dtype)
-        for name, shape in shapes.items()
-    }
+    zero = not have_pairs(p)
+    results: dict[str, Any] = {**call.gradients}
+    for name, shape in gradient_shapes_of(p).items():
+        given = results.pop(name, None)
+        if given is None:
+            given = backend.rows(shape, dtype, zero)
+        results[name] = given
     if p.return_dbias:
         shape = call.options["bias"].shape
         # Kernels add to it, else.
@@ -183,6 +183,7 @@ def new_gradients(call: Call, backend: Backend) -> dict[str, Any]:
         of_bias = backend.empty if stored else backend.zeros
         results["dbias"] = of_bias(shape, p.lse_dtype)
     if p.return_dsink:
+        new = backend.zeros if zero else backend.empty
         results["dsink"] = new((p.num_heads_q,), p.lse_dtype)
     for i in p.return_dmod:
         shape = call.signature.options[traced.slot(i)].shape

@@ -11,7 +11,7 @@ from cuflash.request.problem import Call, Layout
 
 def new_array(layout: Layout, backend: Backend) -> Any:
     """A new array with a layout that `layouts.new` returned."""
-    rows = backend.empty(layouts.allocated(layout), layout.dtype)
+    rows = backend.rows(layouts.allocated(layout), layout.dtype)
     return rows[..., : layout.shape[-1]]
 
 
