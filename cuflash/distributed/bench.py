@@ -56,6 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--window", type=int, help="keys before each query that it sees")
     add("--repeats", type=int, default=5, help="the median is reported")
     add("--library", choices=["cupy", "nccl4py"], help="bindings of NCCL")
+    add("--transport", default="nccl", choices=environment.TRANSPORTS)
     add("--timeout", type=float, default=120.0)
     add("--processes", type=int, help="start that many, one a GPU")
     add("--threads", type=int, nargs="+", help="ranks on one GPU")
@@ -381,7 +382,9 @@ def main(arguments: list[str] | None = None) -> int:
             found = on_threads(options)
         else:
             group = environment.group_from_environment(
-                timeout=options.timeout, library=options.library
+                timeout=options.timeout,
+                library=options.library,
+                transport=options.transport,
             )
             rank = group.rank
             found = on_ranks(options, group)

@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cuflash.errors import GroupError, UnsupportedError
+from cuflash.errors import GroupError, UnsupportedError, ValueRangeError
 
 from .group import DEFAULT_TIMEOUT, Group
 from .mpi import MpiGroup
 from .nccl import NcclGroup, unique_id
 from .nccl_library import library as find_library
+from .peers import PeerGroup
 
 
 class Process(NamedTuple):
@@ -32,6 +33,8 @@ class Process(NamedTuple):
     size: int
     local: int
 
+
+TRANSPORTS = ("nccl", "peer")
 
 # rank, size and local rank: torchrun, Open MPI, MPICH, Slurm.
 _NAMES = (
@@ -68,7 +71,10 @@ def process() -> Process:
 
 
 def group_from_environment(
-    *, timeout: float = DEFAULT_TIMEOUT, library: str | None = None
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    library: str | None = None,
+    transport: str = "nccl",
 ) -> Group:
     """The group of the processes that a launcher started.
 
@@ -81,6 +87,9 @@ def group_from_environment(
         Seconds that a rank waits for another.
     library : {None, "cupy", "nccl4py"}, optional
         As for `NcclGroup`.
+    transport : {"nccl", "peer"}, optional
+        How arrays travel between GPUs: by NCCL, or, with "peer", by a
+        `PeerGroup`, if all processes run on one machine.
 
     Returns
     -------
@@ -99,14 +108,22 @@ def group_from_environment(
     initialised, by mpi4py if that is imported, else by a file in the
     temporary folder, which all processes of one machine share.
     """
+    if transport not in TRANSPORTS:
+        raise ValueRangeError(
+            f"transport is {transport!r}, expected one of "
+            f"{', '.join(TRANSPORTS)}"
+        )
     own = process()
     devices = count_devices()
     if not devices:
         return MpiGroup(timeout=timeout)
-    find_library(library)  # a rank without NCCL would wait for rank 0's id
+    if transport == "nccl":
+        find_library(library)  # a rank without it would wait for rank 0's id
     import cupy
 
     cupy.cuda.Device(own.local % devices).use()
+    if transport == "peer":
+        return PeerGroup(own.rank, own.size, _file(), timeout=timeout)
     shared = _share(own, timeout, library)
     group = NcclGroup(
         own.rank, own.size, shared.id, timeout=timeout, library=library
@@ -168,10 +185,7 @@ def _file() -> Path:
     except OSError:
         since = "0"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = (
-        f"cuflash_nccl_{os.getuid()}_{parent}_{since}_{restarts}"
-        f"_{next(_count)}"
-    )
+    name = f"cuflash_{os.getuid()}_{parent}_{since}_{restarts}_{next(_count)}"
     return Path(tempfile.gettempdir()) / name
 
 

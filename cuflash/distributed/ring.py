@@ -203,12 +203,20 @@ class Travel:
         """Yield each step and its keys, which then may be overwritten."""
         k, v = self.own
         own = Keys({range(k.shape[1]): (k, v)})
-        if self.ring.group.shares_device:
+        group = self.ring.group
+        if group.shares_device:
             yield 0, own
-            self._begin()
+            self._prepare()
+            self._begin(group.mark())
         else:
-            self._begin()
-            yield 0, own
+            self._prepare()
+            now = group.mark()
+            if group.launches_first:
+                yield 0, own
+                self._begin(now)
+            else:
+                self._begin(now)
+                yield 0, own
         for step in range(1, self.size):
             keys, pending = self.coming.popleft()
             pending.wait()
@@ -218,13 +226,15 @@ class Travel:
                 # moment of the stream.
                 self._start(step + SLOTS, self.ring.group.mark())
 
-    def _begin(self) -> None:
-        """Start the exchanges of the first steps."""
+    def _prepare(self) -> None:
+        """Make what the exchanges read and write."""
         for step in range(1, self.size):
             for keys in self.ring.given(step):
                 self._own_part(keys)
         self.slots = [self._slot(i) for i in range(min(SLOTS, self.size - 1))]
-        now = self.ring.group.mark()
+
+    def _begin(self, now: Any) -> None:
+        """Start the exchanges of the first steps."""
         for step in range(1, min(SLOTS + 1, self.size)):
             self._start(step, now)
 
@@ -268,7 +278,12 @@ class Travel:
     def _own_part(self, keys: range) -> tuple[Any, Any]:
         """Contiguous keys and values to send."""
         if keys not in self.contiguous:
-            k, v = (contiguous(x[:, keys.start : keys.stop]) for x in self.own)
+            k, v = (
+                self.ring.group.sendable(
+                    contiguous(x[:, keys.start : keys.stop])
+                )
+                for x in self.own
+            )
             self.contiguous[keys] = k, v
         return self.contiguous[keys]
 
