@@ -11,14 +11,15 @@ from pathlib import Path
 
 from cuflash.errors import GroupError
 
-_FRAME = struct.Struct("<BI")  # a message's kind and length
+_FRAME = struct.Struct("<BQI")  # a message's kind, number and length
 _RANK = struct.Struct("<I")
 
 
 class Mesh:
     """Connections of a rank with all others.
 
-    Messages of one kind arrive in the order in which they were sent.
+    Messages of one kind and number arrive in the order in which they were
+    sent.
 
     Parameters
     ----------
@@ -40,7 +41,10 @@ class Mesh:
     ) -> None:
         self._sockets: dict[int, socket.socket] = {}
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._arrived: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+        # By rank, kind and number.
+        self._arrived: dict[tuple[int, int, int], deque[bytes]] = defaultdict(
+            deque
+        )
         _make_private(folder)
         own = folder / str(rank)
         deadline = time.monotonic() + timeout
@@ -96,36 +100,40 @@ class Mesh:
             "join the group"
         )
 
-    def send(self, rank: int, kind: int, data: bytes) -> None:
-        """Send a message of a kind, 0 to 255, to a rank."""
+    def send(self, rank: int, kind: int, data: bytes, number: int = 0) -> None:
+        """Send a message to a rank; its kind is 0 to 255."""
+        frame = _FRAME.pack(kind, number, len(data))
         try:
-            self._sockets[rank].sendall(_FRAME.pack(kind, len(data)) + data)
+            self._sockets[rank].sendall(frame + data)
         except TimeoutError:
             raise self._silent(rank) from None
         except OSError as error:
             raise self._gone(rank) from error
 
-    def receive(self, rank: int, kind: int) -> bytes:
-        """The next message of a kind of a rank; waits for it.
+    def receive(self, rank: int, kind: int, number: int = 0) -> bytes:
+        """The next message of a kind and number of a rank; waits for it.
 
         Raises
         ------
         GroupError
             If it does not come in time, or the rank has left.
         """
-        arrived = self._arrived[rank, kind]
-        while not arrived:
+        wanted = rank, kind, number
+        while not self._arrived[wanted]:
             link = self._sockets[rank]
             try:
                 frame = _exactly(link, _FRAME.size)
-                found, length = _FRAME.unpack(frame)
+                *found, length = _FRAME.unpack(frame)
                 data = _exactly(link, length)
             except TimeoutError:
                 raise self._silent(rank) from None
             except OSError as error:
                 raise self._gone(rank) from error
-            self._arrived[rank, found].append(data)
-        return arrived.popleft()
+            self._arrived[rank, found[0], found[1]].append(data)
+        data = self._arrived[wanted].popleft()
+        if not self._arrived[wanted]:
+            del self._arrived[wanted]
+        return data
 
     def _silent(self, rank: int) -> GroupError:
         return GroupError(

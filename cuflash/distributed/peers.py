@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,6 @@ from .peer_memory import HANDLE_BYTES, Block, Blocks, Events, Opened
 _ARRAYS, _COPIED, _BYTES = range(3)
 
 _ARRAY = struct.Struct(f"<{HANDLE_BYTES}sQ")  # a block and an array's bytes
-
-_Event = tuple[Any, bytes]  # and its handle
 
 
 class PeerGroup(Group):
@@ -81,6 +81,9 @@ class PeerGroup(Group):
             cupy.cuda.Stream(non_blocking=True) for _ in range(2)
         )
         self._mesh = Mesh(self.rank, self.size, Path(folder), self.timeout)
+        # Exchanges with each rank until now.
+        self._sends: Counter[int] = Counter()
+        self._receives: Counter[int] = Counter()
         # Each rank's event after the copies that it has queued.
         self._done, handle = self._events.take()
         self._readers: dict[int, int] = {}
@@ -164,54 +167,57 @@ class PeerGroup(Group):
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Any
     ) -> Pending:
-        for array, _ in (*sends, *receives):
-            self._check(array)
-        sent: dict[int, list[Block]] = {}
-        told: dict[int, bytes] = {}
+        sent: dict[int, _Sent] = {}
+        received: dict[int, _Received] = {}
         for array, rank in sends:
+            self._check(array)
             block = self._lent.get(array.data.ptr)
             if block is None:
                 block, after = self._staged(array), None
-            sent.setdefault(rank, []).append(block)
-            told[rank] = told.get(rank, b"") + _ARRAY.pack(
-                block.handle, array.nbytes
-            )
+            if rank not in sent:
+                sent[rank] = _Sent(self._sends[rank], self._events.take())
+                self._sends[rank] += 1
+            sent[rank].blocks.append((block, array.nbytes))
+        for array, rank in receives:
+            self._check(array)
+            if rank not in received:
+                received[rank] = _Received(self._receives[rank])
+                self._receives[rank] += 1
+            received[rank].arrays.append(array)
         after = self.mark() if after is None else after
         self._sending.wait_event(after)
-        ready = {rank: self._events.take() for rank in sent}
-        for rank, (event, handle) in ready.items():
-            self._sending.record(event)
-            self._mesh.send(rank, _ARRAYS, handle + told[rank])
-        return _Travelling(self, sent, ready, receives, after)
+        for rank, of_rank in sent.items():
+            self._sending.record(of_rank.ready[0])
+            self._mesh.send(rank, _ARRAYS, of_rank.message(), of_rank.number)
+        return _Travelling(self, sent, received, after)
 
-    def pull(self, rank: int, arrays: list[Any], after: Any) -> None:
+    def pull(self, rank: int, expected: _Received, after: Any) -> None:
         """Queue the copies of what a rank sends."""
-        told = self._mesh.receive(rank, _ARRAYS)
+        told = self._mesh.receive(rank, _ARRAYS, expected.number)
         event, rest = told[:HANDLE_BYTES], told[HANDLE_BYTES:]
-        found = list(_ARRAY.iter_unpack(rest))
-        sizes = [x.nbytes for x in arrays]
-        if [nbytes for _, nbytes in found] != sizes:
+        handles, found = zip(*_ARRAY.iter_unpack(rest), strict=True)
+        sizes = tuple(x.nbytes for x in expected.arrays)
+        if found != sizes:
             raise GroupError(
-                f"rank {self.rank} received arrays of "
-                f"{[nbytes for _, nbytes in found]} bytes of rank {rank}, "
-                f"expected {sizes}"
+                f"rank {self.rank} received arrays of {found} bytes of rank "
+                f"{rank}, expected {sizes}"
             )
         runtime, stream = self._runtime, self._receiving
         stream.wait_event(after)
         runtime.streamWaitEvent(stream.ptr, self._opened.event(event))
-        for array, (handle, nbytes) in zip(arrays, found, strict=True):
+        for array, handle in zip(expected.arrays, handles, strict=True):
             runtime.memcpyAsync(
-                array.data.ptr, self._opened.memory(handle), nbytes,
+                array.data.ptr, self._opened.memory(handle), array.nbytes,
                 runtime.memcpyDefault, stream.ptr,
             )  # fmt: skip
         stream.record(self._done)
-        self._mesh.send(rank, _COPIED, b"")
+        self._mesh.send(rank, _COPIED, b"", expected.number)
 
-    def await_pull(self, rank: int, blocks: list[Block], ready: Any) -> None:
+    def await_pull(self, rank: int, sent: _Sent) -> None:
         """Wait until a rank has queued its copies of what this one sent."""
-        self._mesh.receive(rank, _COPIED)
-        self._events.give_back(ready)
-        for block in blocks:
+        self._mesh.receive(rank, _COPIED, sent.number)
+        self._events.give_back(sent.ready)
+        for block, _ in sent.blocks:
             block.readers.add(self._readers[rank])
 
     def arrived(self) -> None:
@@ -235,27 +241,55 @@ class PeerGroup(Group):
         self._mesh.close()
 
 
+@dataclass
+class _Sent:
+    """What one exchange sends to a rank.
+
+    Attributes
+    ----------
+    number : int
+        Of the exchanges that send to it.
+    ready : (event, bytes)
+        When the blocks may be read, and its handle.
+    blocks : list of (Block, int)
+        With the bytes of each array.
+    """
+
+    number: int
+    ready: tuple[Any, bytes]
+    blocks: list[tuple[Block, int]] = field(default_factory=list)
+
+    def message(self) -> bytes:
+        """What the rank needs to know."""
+        arrays = (_ARRAY.pack(x.handle, nbytes) for x, nbytes in self.blocks)
+        return self.ready[1] + b"".join(arrays)
+
+
+@dataclass
+class _Received:
+    """What one exchange receives of a rank; numbered as `_Sent`."""
+
+    number: int
+    arrays: list[Any] = field(default_factory=list)
+
+
 class _Travelling:
     """The `Pending` of `PeerGroup`: copies are queued by `wait`."""
 
     def __init__(
         self,
         group: PeerGroup,
-        sent: dict[int, list[Block]],
-        ready: dict[int, _Event],
-        receives: Sequence[Message],
+        sent: dict[int, _Sent],
+        received: dict[int, _Received],
         after: Any,
     ) -> None:
-        self._group, self._sent, self._ready = group, sent, ready
-        self._receives: dict[int, list[Any]] = {}
-        for array, rank in receives:
-            self._receives.setdefault(rank, []).append(array)
-        self._after = after
+        self._group, self._after = group, after
+        self._sent, self._received = sent, received
 
     def wait(self) -> None:
-        for rank, arrays in self._receives.items():
-            self._group.pull(rank, arrays, self._after)
-        for rank, blocks in self._sent.items():
-            self._group.await_pull(rank, blocks, self._ready[rank])
+        for rank, received in self._received.items():
+            self._group.pull(rank, received, self._after)
+        for rank, sent in self._sent.items():
+            self._group.await_pull(rank, sent)
         self._group.arrived()
-        self._sent, self._receives = {}, {}
+        self._sent, self._received = {}, {}

@@ -18,15 +18,17 @@ def run(function, folder, size=2, timeout=20.0):
     return distributed.run_threads(size, of_rank)
 
 
-def test_kinds_have_an_order_each(tmp_path):
+def test_kinds_and_numbers_have_an_order_each(tmp_path):
     def of_rank(mesh):
         other = 1 - mesh.rank
-        for kind, data in ((1, b"a"), (2, b""), (1, b"b" * 5000)):
-            mesh.send(other, kind, data)
-        return [mesh.receive(other, kind) for kind in (2, 1, 1)]
+        sent = [(1, b"a"), (2, b""), (1, b"b" * 5000), (1, b"c", 7)]
+        for kind, data, *number in sent:
+            mesh.send(other, kind, data, *number)
+        wanted = [(1, 7), (2,), (1,), (1,)]
+        return [mesh.receive(other, *x) for x in wanted]
 
     folder = tmp_path / "new"
-    assert run(of_rank, folder) == [[b"", b"a", b"b" * 5000]] * 2
+    assert run(of_rank, folder) == [[b"c", b"", b"a", b"b" * 5000]] * 2
     assert not folder.exists()
 
 
