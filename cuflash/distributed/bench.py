@@ -56,7 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--window", type=int, help="keys before each query that it sees")
     add("--repeats", type=int, default=5, help="the median is reported")
     add("--library", choices=["cupy", "nccl4py"], help="bindings of NCCL")
-    add("--transport", default="nccl", choices=environment.TRANSPORTS)
+    add("--transport", choices=environment.TRANSPORTS, help="between GPUs")
     add("--timeout", type=float, default=120.0)
     add("--processes", type=int, help="start that many, one a GPU")
     add("--threads", type=int, nargs="+", help="ranks on one GPU")
@@ -358,6 +358,7 @@ def start_processes(count: int, arguments: list[str]) -> int:
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
                 "LOCAL_RANK": str(rank),
             },
         )

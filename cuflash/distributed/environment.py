@@ -27,26 +27,32 @@ class Process(NamedTuple):
     rank, size : int
     local : int
         Its rank among those of this machine.
+    is_one_machine : bool
+        Whether it is known that all run on this machine.
     """
 
     rank: int
     size: int
     local: int
+    is_one_machine: bool
 
 
 TRANSPORTS = ("nccl", "peer")
 
-# rank, size and local rank: torchrun, Open MPI, MPICH, Slurm.
+# rank, size, local rank and processes of this machine: torchrun, Open MPI,
+# MPICH, Slurm (which counts machines instead).
 _NAMES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None),
 )
+_MACHINES = "SLURM_NNODES"
 
 
 def process() -> Process:
@@ -57,12 +63,18 @@ def process() -> Process:
     UnsupportedError
         If no launcher started it.
     """
-    for rank, size, local in _NAMES:
-        if rank in os.environ and size in os.environ:
-            own = int(os.environ[rank])
+    given = os.environ
+    for rank, size, local, count in _NAMES:
+        if rank in given and size in given:
+            own = int(given[rank])
+            if count is None:
+                is_one_machine = given.get(_MACHINES) == "1"
+            else:
+                is_one_machine = given.get(count) == given[size]
             return Process(
-                own, int(os.environ[size]), int(os.environ.get(local, own))
-            )
+                own, int(given[size]), int(given.get(local, own)),
+                is_one_machine,
+            )  # fmt: skip
     raise UnsupportedError(
         "no environment variables of a launcher, expected those of torchrun "
         "(RANK and WORLD_SIZE), mpirun or srun: start one process a GPU by "
@@ -74,12 +86,13 @@ def group_from_environment(
     *,
     timeout: float = DEFAULT_TIMEOUT,
     library: str | None = None,
-    transport: str = "nccl",
+    transport: str | None = None,
 ) -> Group:
     """The group of the processes that a launcher started.
 
-    With a GPU it is a `NcclGroup` on the device of this process's local rank,
-    which becomes the current one; without, an `MpiGroup` for NumPy arrays.
+    With GPUs it is a `PeerGroup` or an `NcclGroup` on the device of this
+    process's local rank, which becomes the current one; without, an `MpiGroup`
+    for NumPy arrays.
 
     Parameters
     ----------
@@ -87,9 +100,10 @@ def group_from_environment(
         Seconds that a rank waits for another.
     library : {None, "cupy", "nccl4py"}, optional
         As for `NcclGroup`.
-    transport : {"nccl", "peer"}, optional
-        How arrays travel between GPUs: by NCCL, or, with "peer", by a
-        `PeerGroup`, if all processes run on one machine.
+    transport : {None, "nccl", "peer"}, optional
+        How arrays travel between GPUs: by NCCL, or by a `PeerGroup`, for which
+        all processes run on one machine. By default that is tried where the
+        launcher says so and no library is given; else NCCL.
 
     Returns
     -------
@@ -108,7 +122,7 @@ def group_from_environment(
     initialised, by mpi4py if that is imported, else by a file in the
     temporary folder, which all processes of one machine share.
     """
-    if transport not in TRANSPORTS:
+    if transport not in (None, *TRANSPORTS):
         raise ValueRangeError(
             f"transport is {transport!r}, expected one of "
             f"{', '.join(TRANSPORTS)}"
@@ -117,13 +131,17 @@ def group_from_environment(
     devices = count_devices()
     if not devices:
         return MpiGroup(timeout=timeout)
-    if transport == "nccl":
-        find_library(library)  # a rank without it would wait for rank 0's id
     import cupy
 
     cupy.cuda.Device(own.local % devices).use()
-    if transport == "peer":
-        return PeerGroup(own.rank, own.size, _file(), timeout=timeout)
+    is_tried = transport is None and library is None and own.is_one_machine
+    if transport == "peer" or is_tried:
+        try:
+            return PeerGroup(own.rank, own.size, _file(), timeout=timeout)
+        except UnsupportedError:  # on all ranks
+            if transport == "peer":
+                raise
+    find_library(library)  # a rank without NCCL would wait for rank 0's id
     shared = _share(own, timeout, library)
     group = NcclGroup(
         own.rank, own.size, shared.id, timeout=timeout, library=library

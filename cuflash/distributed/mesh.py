@@ -146,6 +146,18 @@ class Mesh:
             f"rank {self.rank} waits for rank {rank}, which has left the group"
         )
 
+    def left(self) -> int | None:
+        """A rank that has ended its connection, None if there is none."""
+        for rank, link in self._sockets.items():
+            try:
+                if not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return rank
+            except BlockingIOError:
+                pass
+            except OSError:
+                return rank
+        return None
+
     def gather(self, kind: int, data: bytes) -> list[bytes]:
         """Bytes of each rank."""
         others = [rank for rank in range(self.size) if rank != self.rank]

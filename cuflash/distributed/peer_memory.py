@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
 # CUDA shares whole pages of this size, whatever else they hold.
 _LEAST = 2 * 2**20
 
 HANDLE_BYTES = 64  # of memory and of an event
-
-
-class _Free(NamedTuple):
-    """Memory that nobody uses once the GPU has reached some events.
-
-    They are addresses of other processes' events.
-    """
-
-    memory: Any
-    handle: bytes
-    after: frozenset[int]
 
 
 class Block:
@@ -29,21 +18,14 @@ class Block:
     ----------
     memory, handle
         It, and what other processes open it by.
-    after : frozenset of int
-        Events to wait for before it is written.
-    readers : set of int
-        Events after which others have read it: addresses.
     """
 
-    def __init__(self, blocks: Blocks, free: _Free) -> None:
+    def __init__(self, blocks: Blocks, memory: Any, handle: bytes) -> None:
         self._blocks = blocks
-        self.memory, self.handle, self.after = free
-        self.readers: set[int] = set()
+        self.memory, self.handle = memory, handle
 
     def __del__(self) -> None:
-        self._blocks.free[self.memory.size].append(
-            _Free(self.memory, self.handle, frozenset(self.readers))
-        )
+        self._blocks.free[self.memory.size].append((self.memory, self.handle))
 
 
 class Blocks:
@@ -54,16 +36,17 @@ class Blocks:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self.free: dict[int, list[_Free]] = defaultdict(list)
+        # By size: memory and its handle.
+        self.free: dict[int, list[tuple[Any, bytes]]] = defaultdict(list)
 
     def take(self, nbytes: int) -> Block:
         """A block of at least so many bytes."""
         size = max(_LEAST, 1 << (nbytes - 1).bit_length())
         if self.free[size]:
-            return Block(self, self.free[size].pop(0))
+            return Block(self, *self.free[size].pop())
         memory = self._new(size)
         handle = self._cupy.cuda.runtime.ipcGetMemHandle(memory.ptr)
-        return Block(self, _Free(memory, handle, frozenset()))
+        return Block(self, memory, handle)
 
     def _new(self, size: int) -> Any:
         cuda = self._cupy.cuda

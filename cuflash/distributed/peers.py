@@ -6,7 +6,9 @@ attention: docs/internals/distributed.md says why that matters.
 
 from __future__ import annotations
 
+import math
 import struct
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -138,12 +140,10 @@ class PeerGroup(Group):
         not get on another one while attention holds all.
         """
         block, runtime = self._blocks.take(array.nbytes), self._runtime
-        stream = self._cupy.cuda.get_current_stream().ptr
-        for event in block.after:
-            runtime.streamWaitEvent(stream, event)
+        stream = self._cupy.cuda.get_current_stream()
         runtime.memcpyAsync(
             block.memory.ptr, array.data.ptr, array.nbytes,
-            runtime.memcpyDeviceToDevice, stream,
+            runtime.memcpyDeviceToDevice, stream.ptr,
         )  # fmt: skip
         self._lent[block.memory.ptr] = block
         return block
@@ -214,11 +214,14 @@ class PeerGroup(Group):
         self._mesh.send(rank, _COPIED, b"", expected.number)
 
     def await_pull(self, rank: int, sent: _Sent) -> None:
-        """Wait until a rank has queued its copies of what this one sent."""
+        """Let the current stream wait for a rank's copies of what it got.
+
+        Then blocks may be written again, and this process may end.
+        """
         self._mesh.receive(rank, _COPIED, sent.number)
         self._events.give_back(sent.ready)
-        for block, _ in sent.blocks:
-            block.readers.add(self._readers[rank])
+        stream = self._cupy.cuda.get_current_stream()
+        self._runtime.streamWaitEvent(stream.ptr, self._readers[rank])
 
     def arrived(self) -> None:
         """Let the current stream wait for all copies that are queued."""
@@ -230,7 +233,24 @@ class PeerGroup(Group):
         return self._mesh.gather(_BYTES, data)
 
     def synchronize(self) -> None:
-        self._cupy.cuda.get_current_stream().synchronize()
+        """Wait for the current stream.
+
+        Raises
+        ------
+        GroupError
+            If it does not end in time after another rank has left.
+        """
+        event, delay, late = self.mark(), 1e-5, math.inf
+        while not event.done:
+            time.sleep(delay)
+            delay = min(2 * delay, 1e-3)
+            if late == math.inf and self._mesh.left() is not None:
+                late = time.monotonic() + self.timeout
+            if time.monotonic() > late:
+                raise GroupError(
+                    f"rank {self.rank} waited {self.timeout:g} s for what "
+                    f"rank {self._mesh.left()} sends, which has left the group"
+                )
 
     def close(self) -> None:
         for stream in (self._sending, self._receiving):

@@ -56,7 +56,7 @@ def test_arrays_to_each_other(on_ranks):
 
 
 def test_what_is_sent_twice_is_copied_once(on_ranks):
-    """Its memory is used again when the last copy is queued."""
+    """Its memory is used again when nobody holds it."""
 
     def of_rank(group):
         other = 1 - group.rank
@@ -66,10 +66,24 @@ def test_what_is_sent_twice_is_copied_once(on_ranks):
             assert len(group._lent) == 1
         del held
         assert not len(group._lent)
-        (free,) = [x for sizes in group._blocks.free.values() for x in sizes]
-        return got.tolist(), len(free.after)
+        return got.tolist(), [len(x) for x in group._blocks.free.values()]
 
-    assert on_ranks(of_rank) == [([1, 2], 1), ([0, 2], 1)]
+    assert on_ranks(of_rank) == [([1, 2], [1]), ([0, 2], [1])]
+
+
+def test_a_rank_that_leaves(on_ranks, monkeypatch):
+    """Whoever waits on the GPU for it does so no longer than the timeout."""
+    monkeypatch.setattr(peer_device.Event, "done", False, raising=False)
+
+    def of_rank(group):
+        if group.rank == 1:
+            return group._mesh.close()
+        with pytest.raises(cuflash.GroupError, match="rank 1 sends, which ha"):
+            group.synchronize()
+        group._mesh.close()
+
+    monkeypatch.setattr(distributed.PeerGroup, "close", lambda group: None)
+    on_ranks(of_rank, timeout=0.3)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
