@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,9 +120,10 @@ def group_from_environment(
 
     Notes
     -----
-    Rank 0 hands NCCL's id to the others: by torch.distributed if that is
-    initialised, by mpi4py if that is imported, else by a file in the
-    temporary folder, which all processes of one machine share.
+    Rank 0 hands NCCL's id, or a folder's name, to the others: by
+    torch.distributed if that is initialised, by mpi4py if that is imported,
+    else by a file in the temporary folder, which all processes of one machine
+    share.
     """
     if transport not in (None, *TRANSPORTS):
         raise ValueRangeError(
@@ -137,18 +140,22 @@ def group_from_environment(
     is_tried = transport is None and library is None and own.is_one_machine
     if transport == "peer" or is_tried:
         try:
-            return PeerGroup(own.rank, own.size, _file(), timeout=timeout)
+            with _shared(own, timeout, _new_folder) as folder:
+                return PeerGroup(
+                    own.rank, own.size, os.fsdecode(folder), timeout=timeout
+                )
         except UnsupportedError:  # on all ranks
             if transport == "peer":
                 raise
     find_library(library)  # a rank without NCCL would wait for rank 0's id
-    shared = _share(own, timeout, library)
-    group = NcclGroup(
-        own.rank, own.size, shared.id, timeout=timeout, library=library
-    )
-    if shared.file is not None and own.rank == 0:
-        shared.file.unlink(missing_ok=True)  # all have joined
-    return group
+    with _shared(own, timeout, lambda: unique_id(library)) as made:
+        return NcclGroup(
+            own.rank, own.size, made, timeout=timeout, library=library
+        )
+
+
+def _new_folder() -> bytes:
+    return os.fsencode(tempfile.mkdtemp(prefix="cuflash_"))
 
 
 def count_devices() -> int:
@@ -161,28 +168,32 @@ def count_devices() -> int:
         return 0
 
 
-class _Shared(NamedTuple):
-    id: bytes
-    file: Path | None = None
-
-
-def _share(own: Process, timeout: float, library: str | None) -> _Shared:
-    """NCCL's id, made by rank 0."""
-    made = unique_id(library) if own.rank == 0 else None
+@contextlib.contextmanager
+def _shared(
+    own: Process, timeout: float, make: Callable[[], bytes]
+) -> Iterator[bytes]:
+    """What rank 0 makes; all ranks have it when rank 0 leaves."""
+    made = make() if own.rank == 0 else None
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available():
         if torch.distributed.is_initialized():
             given: list[Any] = [made]
             torch.distributed.broadcast_object_list(given, src=0)
-            return _Shared(given[0])
+            yield given[0]
+            return
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.COMM_WORLD.size == own.size:
-        return _Shared(mpi.COMM_WORLD.bcast(made))
+        yield mpi.COMM_WORLD.bcast(made)
+        return
     file = _file()
-    if made is not None:
-        _write(file, made)
-        return _Shared(made, file)
-    return _Shared(_read(file, own.rank, timeout), file)
+    if made is None:
+        yield _read(file, own.rank, timeout)
+        return
+    _write(file, made)
+    try:
+        yield made
+    finally:
+        file.unlink(missing_ok=True)
 
 
 _count = itertools.count()
@@ -203,7 +214,9 @@ def _file() -> Path:
     except OSError:
         since = "0"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = f"cuflash_{os.getuid()}_{parent}_{since}_{restarts}_{next(_count)}"
+    name = (
+        f"cuflash_id_{os.getuid()}_{parent}_{since}_{restarts}_{next(_count)}"
+    )
     return Path(tempfile.gettempdir()) / name
 
 

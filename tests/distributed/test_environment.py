@@ -1,5 +1,6 @@
 """Groups of the processes that a launcher started."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -62,28 +63,35 @@ def test_without_a_launcher(no_launcher):
         distributed.group_from_environment()
 
 
-def shared(rank, size=2, timeout=5.0):
+def shared(rank, made, size=2, timeout=5.0):
     own = environment.Process(rank, size, rank, True)
-    return environment._share(own, timeout, None)
+    return environment._shared(own, timeout, lambda: made)
 
 
-def test_an_id_by_a_file(no_launcher, monkeypatch):
+def test_an_id_by_a_file(no_launcher, monkeypatch, tmp_path):
     """One of which the other rank finds only the whole."""
     made = os.urandom(128)
-    monkeypatch.setattr(environment, "unique_id", lambda library: made)
     monkeypatch.setattr(environment, "_count", iter([0, 0]))
     got = []
-    other = threading.Thread(target=lambda: got.append(shared(1).id))
+
+    def read():
+        with shared(1, None) as found:
+            got.append(found)
+
+    other = threading.Thread(target=read)
     other.start()
-    first = shared(0)
-    other.join()
-    assert first.id == made and got == [made]
-    assert first.file.stat().st_mode & 0o077 == 0
+    with shared(0, made) as own:
+        other.join()
+        (file,) = tmp_path.iterdir()
+        assert file.stat().st_mode & 0o077 == 0
+    assert own == made and got == [made]
+    assert not file.exists()
 
 
 def test_no_id_in_time(no_launcher):
     with pytest.raises(cuflash.GroupError, match="waited 0.1 s for rank 0"):
-        shared(1, timeout=0.1)
+        with shared(1, None, timeout=0.1):
+            pass
 
 
 @pytest.mark.parametrize("transport", [None, "peer"])
@@ -101,7 +109,7 @@ def test_gpus_that_cannot_read_each_other(monkeypatch, transport):
         "count_devices": lambda: 1,
         "PeerGroup": refuse,
         "find_library": lambda name: None,
-        "_share": lambda *given: environment._Shared(b""),
+        "_shared": lambda *given: contextlib.nullcontext(b"id"),
         "NcclGroup": lambda *given, **options: "by NCCL",
     }.items():
         monkeypatch.setattr(environment, name, value)
