@@ -137,8 +137,12 @@ def group_from_environment(
     import cupy
 
     cupy.cuda.Device(own.local % devices).use()
-    is_tried = transport is None and library is None and own.is_one_machine
-    if transport == "peer" or is_tried:
+    if transport == "peer" or (
+        transport is None
+        and library is None
+        and own.is_one_machine
+        and sys.platform != "win32"
+    ):
         try:
             with _shared(own, timeout, _new_folder) as folder:
                 return PeerGroup(

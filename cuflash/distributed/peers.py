@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import time
 import weakref
 from collections import Counter
@@ -54,7 +55,7 @@ class PeerGroup(Group):
     GroupError
         If the other ranks do not join in time.
     UnsupportedError
-        On all ranks, if a GPU cannot read the memory of another.
+        On all ranks, if a GPU cannot read the memory of another; on Windows.
     """
 
     checks_each_call = False
@@ -69,6 +70,11 @@ class PeerGroup(Group):
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(rank, size, timeout)
+        if sys.platform == "win32":
+            raise UnsupportedError(
+                "Windows has no sockets between its processes: use WSL 2, or "
+                "one GPU"
+            )
         cupy = self._cupy = api_arrays.on_cuda().cupy
         self.device = cupy.cuda.runtime.getDevice()
         self._blocks, self._events = Blocks(cupy), Events(cupy)
