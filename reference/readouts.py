@@ -361,8 +361,9 @@ def gradients(
 
 @quiet
 def _gradients(p: _Pass, factor: Factor, r: np.ndarray) -> Gradients:
-    of_rows = (np.zeros(x.shape) for x in (p.q, p.k, p.lse, p.lse))
-    found = Gradients(*of_rows, p.pairs.options.zeros_of_mod())
+    dq, dk, dlse, drows = (np.zeros(x.shape) for x in (p.q, p.k, p.lse, p.lse))
+    dmod = p.pairs.options.zeros_of_mod()
+    found = Gradients(dq, dk, dlse, drows, dmod)
     for tile in p.all_tiles():
         place = tile.place
         rows, keys = (
