@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from cuflash.errors import ValueRangeError
-from cuflash.expressions.serial import dumps
+from cuflash.expressions.serial import dumps, loads
 from cuflash.request import traced
 from cuflash.request.kept import Kept
 
 from .checks import check_tensors
 from .function_keys import key_of
-from .recording import Graphs, recorded
+from .recording import Graphs, moved_of, reads_batch, recorded
 
 _ROLES = "score_mod", "mask_mod"
 
@@ -42,6 +42,17 @@ class Functions(NamedTuple):
     numbers: dict[str, Any]
     kept: Kept | None = None
 
+    @classmethod
+    def of_program(
+        cls, read: Sequence[torch.Tensor], values: Sequence[Any], graphs: str
+    ) -> Functions:
+        """Those of an operator's arguments: see `as_program`."""
+        roots = loads(graphs)
+        arrays = {named_at(i): x for i, x in enumerate(read)}
+        names = [f"number_{i}" for i in range(len(values))]
+        found = Graphs(roots, moved_of(roots, arrays), reads_batch(roots))
+        return cls(found, arrays, dict(zip(names, values, strict=True)))
+
     def as_options(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a call on these arrays in place of the tensors."""
         values = self.numbers.values()
@@ -52,6 +63,11 @@ class Functions(NamedTuple):
         """What an operator takes of them."""
         values = [*self.numbers.values()]
         return [*self.arrays.values()], values, dumps(self.graphs.roots)
+
+
+def named_at(place: int) -> str:
+    """What an array of `Functions.of_program` is called."""
+    return traced.named(f"array_{place}")
 
 
 class Snapshot:
