@@ -200,7 +200,9 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
 
         out: Array | None
 
-    class TorchCacheOptions(KVCacheOptionsOf[torch.Tensor, int], total=False):
+    class TorchCacheOptions(
+        KVCacheOptionsOf[torch.Tensor, int], Traced, total=False
+    ):
         """Those of `cuflash.torch.forward_kvcache`."""
 
         out: torch.Tensor | None

@@ -59,6 +59,21 @@ class Functions(NamedTuple):
         read = traced.of_slots(arrays, self.numbers, [*values])
         return {**dict(self.graphs.roots), **read}
 
+    def readable_arrays(self) -> dict[str, torch.Tensor]:
+        """The arrays, as kernels read them."""
+        return {name: x.resolve_neg() for name, x in self.arrays.items()}
+
+    def in_key(self) -> dict[str, Any]:
+        """What a call is found by: what differs from call to call is no part.
+
+        The graphs, and numbers of the same types.
+        """
+        found = dict(self.graphs.roots)
+        if not self.numbers:
+            return found
+        kinds = {n: type(x)() for n, x in self.numbers.items()}
+        return {**found, "mod_arrays": traced.BySlot(kinds)}
+
     def as_program(self) -> tuple[Any, ...]:
         """What an operator takes of them."""
         values = [*self.numbers.values()]
