@@ -156,8 +156,13 @@ def gradients_of(p: Problem) -> tuple[str, ...]:
     return (
         *("dq", "dk", "dv"),
         *(name for name in wanted if wanted[name]),
-        *(f"dmods[{i}]" for i in p.return_dmod),
+        *dmods_of(p),
     )
+
+
+def dmods_of(p: Problem) -> tuple[str, ...]:
+    """The names of the gradients of `mod_arrays` that are wanted."""
+    return tuple(f"dmods[{i}]" for i in p.return_dmod)
 
 
 def have_pairs(p: Problem) -> bool:
@@ -185,10 +190,17 @@ def new_gradients(call: Call, backend: Backend) -> dict[str, Any]:
     if p.return_dsink:
         new = backend.zeros if zero else backend.empty
         results["dsink"] = new((p.num_heads_q,), p.lse_dtype)
-    for i in p.return_dmod:
-        shape = call.signature.options[traced.slot(i)].shape
-        results[f"dmods[{i}]"] = backend.zeros(shape, p.lse_dtype)
-    return results
+    return results | zeros_of_arrays(call, backend)
+
+
+def zeros_of_arrays(call: Call, backend: Backend) -> dict[str, Any]:
+    """Sums for the gradients of `mod_arrays`, by name."""
+    p, given = call.problem, call.signature.options
+    shapes = {i: given[traced.slot(i)].shape for i in p.return_dmod}
+    return {
+        f"dmods[{i}]": backend.zeros(shape, p.lse_dtype)
+        for i, shape in shapes.items()
+    }
 
 
 def returned(

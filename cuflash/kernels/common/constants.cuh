@@ -32,7 +32,7 @@
 // Readouts (readouts/): ROW_WEIGHTS: rows have weights of their own; CHOSEN: flags tell which
 // queries count; REDUCE_MAX: maxima, not sums; FINDS_QUERY: the first query that has each maximum;
 // PIECE, columns whose scores registers hold at once; WEIGHTS_GRADIENT, SUMS_GRADIENT,
-// ENTROPY_GRADIENT: whose gradients.
+// ENTROPY_GRADIENT: whose gradients; KEYS_IN_ORDER: no chosen ones.
 // Caches: KVCACHE, and with it LENGTHS, PACKED_QUERIES, PACKED_NEW, LEFTPAD and BATCH_IDX: which
 // arrays the call has; LATENT: V is the first columns of K, the same memory; PAGE_SIZE in tokens, 0
 // without pages; SCALES, which numbers K and V are stored relative to: 0 none, 1 one of each key
