@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from cuflash.errors import ValueRangeError
-from cuflash.expressions.serial import dumps
+from cuflash.expressions.serial import dumps, loads
 from cuflash.request import traced
 from cuflash.request.kept import Kept
 
 from .checks import check_tensors
 from .function_keys import Key, key_of
-from .recording import Graphs, recorded
+from .recording import Graphs, moved_of, reads_batch, recorded
 from .tracing import PLAIN
 
 _ROLES = "score_mod", "mask_mod"
@@ -44,16 +44,47 @@ class Functions(NamedTuple):
     numbers: dict[str, Any]
     kept: Kept | None = None
 
+    @classmethod
+    def of_program(
+        cls, read: Sequence[torch.Tensor], values: Sequence[Any], graphs: str
+    ) -> Functions:
+        """Those of an operator's arguments: see `as_program`."""
+        roots = loads(graphs)
+        arrays = {named_at(i): x for i, x in enumerate(read)}
+        names = [f"number_{i}" for i in range(len(values))]
+        found = Graphs(roots, moved_of(roots, arrays), reads_batch(roots))
+        return cls(found, arrays, dict(zip(names, values, strict=True)))
+
     def as_options(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a call on these arrays in place of the tensors."""
         values = self.numbers.values()
         read = traced.of_slots(arrays, self.numbers, [*values])
         return {**dict(self.graphs.roots), **read}
 
+    def readable_arrays(self) -> dict[str, torch.Tensor]:
+        """The arrays, as kernels read them."""
+        return {name: x.resolve_neg() for name, x in self.arrays.items()}
+
+    def in_key(self) -> dict[str, Any]:
+        """What a call is found by: what differs from call to call is no part.
+
+        The graphs, and numbers of the same types.
+        """
+        found = dict(self.graphs.roots)
+        if not self.numbers:
+            return found
+        kinds = {n: type(x)() for n, x in self.numbers.items()}
+        return {**found, "mod_arrays": traced.BySlot(kinds)}
+
     def as_program(self) -> tuple[Any, ...]:
         """What an operator takes of them."""
         values = [*self.numbers.values()]
         return [*self.arrays.values()], values, dumps(self.graphs.roots)
+
+
+def named_at(place: int) -> str:
+    """What an array of `Functions.of_program` is called."""
+    return traced.named(f"array_{place}")
 
 
 class Snapshot:

@@ -108,16 +108,12 @@ class Request:
     def _take(self, functions: Functions) -> None:
         """Take a user's functions and what they read."""
         graphs, self.kept = functions.graphs, functions.kept
-        for name, x in functions.arrays.items():
-            self.tensors[name] = x.resolve_neg()
+        self.tensors |= functions.readable_arrays()
         self.moved = (*options.DIFFERENTIABLE, *graphs.moved)
         self.of_batch = graphs.of_batch
         self.numbers = tuple(functions.numbers.values())
-        for item in graphs.roots:
+        for item in functions.in_key().items():
             self.scalars += item
-        if self.numbers:  # what differs from call to call is no part of a key
-            kinds = {n: type(x)() for n, x in functions.numbers.items()}
-            self.scalars += ("mod_arrays", traced.BySlot(kinds))
 
     def by_tokens(self) -> Request:
         """The same of (batch, seqlen, heads, head_dim) tensors."""
