@@ -41,6 +41,7 @@ PLACES = {
         "overloads, a TileMask",
         "mask_mod return_dbias return_dsink return_dmod",
     ),
+    "api/readout": ("overloads, gradients by name", "return_dmod"),
     "api/reads": ("reads of the two roles", "mask_mod score_mod"),
     "api/derivatives": ("a TileMask", "mask_mod"),
     "api/lse_of_call": (

@@ -22,8 +22,9 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64, 96 or 128), BLOCK_Q and BLOCK_K
 // (64), STAGES (of ddQ, dO and the weights), Q_STAGES (of Q), NUM_WARPS and SCORE_WARPS_Q of d2Q
-// alone, DQ_SEMAPHORES (0, or 1 if DETERMINISTIC), SHARED_BYTES; Q_DOT, K_DOT, V_DOT: what moves;
-// Arguments; no options but SCORE_MOD, whose arrays do not move (double_backward_score_mod.cuh).
+// alone, DQ_SEMAPHORES (0, or 1 if DETERMINISTIC), SHARED_BYTES; HEADS_INNERMOST
+// (backward_scheduler.cuh); Q_DOT, K_DOT, V_DOT: what moves; Arguments; no options but SCORE_MOD,
+// whose arrays do not move (double_backward_score_mod.cuh).
 // Shared memory and barriers: double_backward_producer.cuh.
 //
 // Where the causal mask cuts a tile, a NaN or an infinity may reach rows that do not see it, as
