@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple, TypedDict
 
 from cuflash.plans.tiles import Tile
@@ -698,6 +699,13 @@ def kernel_of(
         shared_bytes=shared,
         ptxas_level=ptxas_level,
     )
+
+
+def without_sums(kernel: KernelPlan) -> KernelPlan:
+    """The kernel, not adding up gradients of scores: another one does."""
+    once = {"DBIAS": False, "DMOD": False}
+    constants = tuple((x, once.get(x, y)) for x, y in kernel.constants)
+    return replace(kernel, constants=constants)
 
 
 def main_kernel(

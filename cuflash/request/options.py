@@ -255,6 +255,8 @@ MOVED = ("q", "k", "v", *DIFFERENTIABLE)
 # `forward_kvcache`.
 FORWARD = tuple(x.name for x in TABLE if not x.of_gradients)
 BACKWARD = tuple(BY_NAME)
+# Of the gradients of readouts: a loss reaches a bias and a sink by lse alone.
+READOUT_BACKWARD = *FORWARD, "return_dmod"
 UNTRACED = tuple(x for x in FORWARD if not BY_NAME[x].traced)
 TRACED = frozenset(x.name for x in TABLE if x.traced)
 KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
