@@ -98,6 +98,7 @@ class PeerGroup(Group):
         try:
             self._meet(handle)
         except BaseException:
+            self._opened.close()
             self._mesh.close()
             raise
 
