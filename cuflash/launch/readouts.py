@@ -24,6 +24,7 @@ from cuflash.launch.recipe import (
 )
 from cuflash.launch.results import gradient_shapes_of, lse_shape_of
 from cuflash.launch.run import run
+from cuflash.launch.widened import on_copies
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts, options
 from cuflash.request.problem import (
@@ -36,6 +37,7 @@ from cuflash.request.problem import (
 from cuflash.request.readout import cotangent_of, weights_shape
 
 
+@on_copies
 def readout(call: Call, backend: Backend) -> Any:
     """Run a call of `problem.READOUTS`: its result in full rank."""
     signature, target = call.signature, backend.target
@@ -98,6 +100,7 @@ def _numbers(p: Problem, read: Mapping[str, Layout]) -> dict[str, Any]:
 # ---- Gradients ----
 
 
+@on_copies
 def readout_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a call of `problem.READOUT_GRADIENTS`: dq, dk, dlse in full rank.
 

@@ -569,7 +569,7 @@ def rounding_launch(
             ("NUM_WARPS", num_warps),
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
-            *(constant for constant in flags if constant[0] != "DBIAS"),
+            *(x for x in flags if x[0] not in ("DBIAS", "STORES_DBIAS")),
             ("RECOMPUTES", recomputes),
             ("CAUSAL", recomputes and problem.causal),
             ("DQ_SEMAPHORES", semaphores if recomputes else 0),

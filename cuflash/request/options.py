@@ -305,6 +305,21 @@ def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
     return (
         *((row.flag, row.is_in(problem)) for row in TABLE if row.flag),
         ("LARGE_SOFTCAP", large),
+        ("STORES_DBIAS", stores_dbias(problem)),
+    )
+
+
+def stores_dbias(problem: Problem) -> bool:
+    """Whether kernels store a bias's gradient instead of adding to it.
+
+    Each element then has one pair, and kernels visit all pairs.
+    """
+    return (
+        problem.return_dbias
+        and problem.direction == "backward"
+        and not (problem.bias_is_broadcast or problem.causal)
+        and problem.score_mod is None
+        and "tiles" not in acts(problem)
     )
 
 

@@ -93,6 +93,9 @@ PLACES = {
         "dtypes, launches",
         "bias mask mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
+    "plans/sm90_double_backward": (
+        "the one that it has, and what it lacks", "return_dmod score_mod",
+    ),
     "plans/sm90_jvp": ("the one that it has", "score_mod"),
     "plans/sm90": (
         "memory, registers",
