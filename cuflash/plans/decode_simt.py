@@ -71,18 +71,18 @@ def pays(problem: Problem, device: Device) -> bool:
 
 _FULL_TILE = 8  # rows
 
-# How much longer 128 rows and 128 keys take, in row tiles, than in fma's tile
-# of as many. By the figures above a row of 128 float32 keys takes 1.0 to 1.2
-# us of an SM, such a tile 27: 4.7 to 5.6. Of float64 the long kernel has
-# tensor cores, perhaps 10. Neither was measured at more rows.
-_SLOWNESS = 16.0
+# How much longer 128 rows and 128 keys take, in row tiles, than in the long
+# kernel's tile of as many, by the bytes of an element. Measured on an H200 at
+# head_dim 128 and 64 (33 to 160 rows a key head): float32 3.0 to 3.4 and 6.4,
+# float64 8.6 to 10.4 and 8.3.
+_SLOWNESS = {4: 6.5, 8: 10.5}
 
 
 def _cost(problem: Problem, device: Device, block_q: int) -> float:
     """The time, in fma's tiles, as `decode` has it in sm80's."""
     tiles = row_tiles(problem, block_q) * ceil_div(problem.seqlen_k, 128)
     all_tiles = tiles / device.num_sms + PART_TILES
-    return all_tiles * block_q / 128 * _SLOWNESS
+    return all_tiles * block_q / 128 * _SLOWNESS[element_bytes(problem)]
 
 
 @functools.cache

@@ -524,6 +524,22 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
 
 
+def heads_innermost(problem: Problem) -> bool:
+    """HEADS_INNERMOST of sm90/backward_scheduler.cuh.
+
+    A window's key tiles are seen by as many queries each, so blocks stay
+    beside each other anyway.
+    """
+    in_order = problem.deterministic and not has_integer_dq(problem)
+    return (
+        problem.causal
+        and problem.group_size > 1
+        and "window" not in problem.options
+        and not in_order
+        and not skips_tiles(problem)
+    )
+
+
 def rows_kernel(
     problem: Problem, tile: Tile, name: str, head_dim: int,
     *own: Constant, options: tuple[str, ...],
@@ -573,6 +589,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
+        ("HEADS_INNERMOST", heads_innermost(problem)),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),

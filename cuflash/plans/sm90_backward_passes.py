@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.options import acts
@@ -16,6 +14,7 @@ from .sm90 import (
     buffers_of_options,
     has_wide_heads,
     head_dims,
+    heads_innermost,
     rows_kernel,
     score_bends,
     scores_twice,
@@ -33,6 +32,7 @@ from .steps import (
     option_launches,
     query_tiles,
     tile_bytes,
+    without_sums,
 )
 
 _MOST_HEAD_DIM = 512
@@ -138,18 +138,14 @@ def _kernel(
         ("STAGES", _half_stages(tile, which)),
         ("DQ_SEMAPHORES", 0),
         ("INTEGER_DQ", False),
+        ("HEADS_INNERMOST", which != _DQ and heads_innermost(problem)),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", _scores_twice(problem, which)),
         ("MASK_BITS", False),
         ("DLSE", problem.dlse),
         part="_passes", ptxas_level=tile.ptxas_level,
     )  # fmt: skip
-    if which == _DQ:
-        return kernel
-    # Gradients of scores are summed once.
-    once = {"DBIAS": False, "DMOD": False}
-    constants = tuple((x, once.get(x, y)) for x, y in kernel.constants)
-    return replace(kernel, constants=constants)
+    return kernel if which == _DQ else without_sums(kernel)
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:

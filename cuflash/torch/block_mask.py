@@ -7,6 +7,7 @@ the table says so.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -174,8 +175,8 @@ class _Theirs:
     """The mask of a BlockMask of PyTorch's, and what it was made of."""
 
     def __init__(self, block_mask: Any) -> None:
-        self._parts = [(x, getattr(block_mask, x)) for x in _PARTS]
-        tensors = [x for _, x in self._parts if isinstance(x, torch.Tensor)]
+        self._parts = _parts_of(vars(block_mask))
+        tensors = [x for x in self._parts if isinstance(x, torch.Tensor)]
         self._versions = [(x, functions.version_of(x)) for x in tensors]
         self.shape = tuple(block_mask.shape)
         self.snapshot = functions.Snapshot(_with_table(block_mask))
@@ -186,9 +187,9 @@ class _Theirs:
 
     def is_of(self, block_mask: Any) -> bool:
         """Whether the block mask still is what it was."""
-        for name, part in self._parts:
-            if getattr(block_mask, name) is not part:
-                return False
+        parts = _parts_of(vars(block_mask))
+        if not all(map(operator.is_, parts, self._parts)):
+            return False
         for tensor, version in self._versions:
             if version is None or functions.version_of(tensor) != version:
                 return False
@@ -198,21 +199,22 @@ class _Theirs:
 # The attribute of a BlockMask of PyTorch's that holds its `_Theirs`, which may
 # lead to it: a table, even a weak one, would keep both.
 _KNOWN = "_cuflash_mask"
-_PARTS = (
+_parts_of = operator.itemgetter(
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "mask_mod", "seq_lengths", "BLOCK_SIZE",
 )  # fmt: skip
 
 
 def mask_of(
-    block_mask: Any, query: torch.Tensor, key: torch.Tensor
+    block_mask: Any, sizes: tuple[int, int, int, int]
 ) -> BlockMask | _Theirs | Blocks | _Mask | None:
     """The `mask_mod` of a call with a block mask; None without an effect.
 
     Parameters
     ----------
     block_mask : BlockMask, or torch's
-    query, key : Tensor, (batch, heads, seqlen, head_dim)
+    sizes : tuple of int
+        Batch, query heads, queries and keys of the call.
 
     Raises
     ------
@@ -223,12 +225,12 @@ def mask_of(
     """
     compiling = torch.compiler.is_compiling()
     if isinstance(block_mask, BlockMask):
-        _check_sizes(block_mask.shape, query, key)
+        _check_sizes(block_mask.shape, sizes)
         return block_mask.mask_mod if compiling else block_mask
     own = {} if compiling else getattr(block_mask, "__dict__", {})
     found = own.get(_KNOWN)
     if found is not None and found.is_of(block_mask):
-        _check_sizes(found.shape, query, key)
+        _check_sizes(found.shape, sizes)
         return found
     if not hasattr(block_mask, "kv_num_blocks"):
         raise DTypeError(
@@ -238,7 +240,7 @@ def mask_of(
         )
     if min(block_mask.BLOCK_SIZE) >= 2**30:  # torch's default: hides nothing
         return None
-    _check_sizes(tuple(block_mask.shape), query, key)
+    _check_sizes(tuple(block_mask.shape), sizes)
     if compiling:
         return _blocks(block_mask)
     found = own[_KNOWN] = _Theirs(block_mask)
@@ -246,20 +248,20 @@ def mask_of(
 
 
 def _check_sizes(
-    shape: tuple[int, ...], query: torch.Tensor, key: torch.Tensor
+    shape: tuple[int, ...], sizes: tuple[int, int, int, int]
 ) -> None:
-    batch, heads, *_ = query.shape
-    lengths = query.shape[2], key.shape[2]
+    if shape == sizes:
+        return
+    batch, heads, seqlen_q, seqlen_k = sizes
     if (
-        len(shape) != 4 or shape[2:] != lengths
+        len(shape) != 4 or shape[2:] != (seqlen_q, seqlen_k)
         or shape[0] not in (1, batch) or shape[1] not in (1, heads)
     ):  # fmt: skip
-        sizes = batch, heads, *lengths
         raise ShapeError(
             f"block_mask is for {tuple(shape)}, expected {sizes}: batch,"
             " heads, queries and keys, of which the first two may be 1;"
             " make it for these: create_block_mask(mask_mod, None, None,"
-            f" {lengths[0]}, {lengths[1]})"
+            f" {seqlen_q}, {seqlen_k})"
         )
 
 

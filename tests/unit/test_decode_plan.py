@@ -101,6 +101,25 @@ def test_other_calls_of_float32(changes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("is_faster", "shape"),
+    [
+        (True, (1, 40, 8192, 32, 8, 128)),
+        (True, (16, 9, 4096, 32, 8, 64)),
+        (False, (16, 33, 2048, 32, 32, 64)),
+    ],
+)
+def test_cuda_cores_have_the_measured_calls_that_they_win(
+    dtype, is_faster, shape
+):
+    names = "batch seqlen_q seqlen_k num_heads_q num_heads_kv head_dim".split()
+    sizes = dict(zip(names, shape, strict=True), head_dim_v=shape[-1])
+    problem = replace(CALL, dtype=dtype, **sizes)
+    decided = plan(problem, replace(H200, num_sms=132))
+    assert (decided.family == "decode_simt") == is_faster
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("seqlen_q", [8, 9, 20])
 def test_more_rows_of_few_heads_on_cuda_cores(dtype, seqlen_q):
     """32 blocks of long kernels would leave 100 SMs idle."""

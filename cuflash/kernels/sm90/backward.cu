@@ -45,7 +45,8 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; SCORE_BENDS: the
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; HEADS_INNERMOST
+// (backward_scheduler.cuh); SCORE_BENDS: the
 // user's function of scores has a slope other than 1; SCORES_TWICE: compute_ds() computes scores
 // again, because their gradients are also added to sums of dbias or of the user's arrays, before
 // they are multiplied by slopes, and registers hold no more than P; Arguments and the options

@@ -25,8 +25,8 @@
 //
 // Constants: Element, PASS, CAUSAL, WINDOW, HEAD_DIM and HEAD_DIM_V (multiples of 64, 128 to 512),
 // BLOCK_Q and BLOCK_K 64; KV_STAGES of chunks of SCORE_CHUNK columns for S and dP, STAGES of
-// chunks of each half; SHARED_BYTES, DLSE, Arguments and the options; INTEGER_DQ, DQ_SEMAPHORES 0.
-// DBIAS and DMOD in one pass alone.
+// chunks of each half; SHARED_BYTES, DLSE, Arguments and the options; INTEGER_DQ, DQ_SEMAPHORES 0;
+// HEADS_INNERMOST. DBIAS and DMOD in one pass alone.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // Bad at: eight matmuls, and what is visited is read from L2 once for S and once for the sums.
@@ -152,8 +152,14 @@ struct Work {
     __device__ __forceinline__ bool is_full(int tile) const {
         return tile >= first_full && tile < end_full;
     }
-    // Calls visit(head, tile) for each visited tile.
+    // Calls visit(head, tile) for each visited tile. HEADS_INNERMOST: as backward_scheduler.cuh.
     template <class Visit> __device__ __forceinline__ void for_each(Visit visit) const {
+        if constexpr (HEADS_INNERMOST) {
+            for (int tile = end - 1; tile >= first; --tile)
+                for (int other = first_head; other < first_head + num_heads; ++other)
+                    visit(other, tile);
+            return;
+        }
         for (int other = first_head; other < first_head + num_heads; ++other)
             for (int tile = first; tile < end; ++tile) visit(other, tile);
     }
@@ -300,14 +306,15 @@ __device__ __forceinline__ void recompute(
         else recompute_key(args, work.batch, work.head, work.start + row);
 }
 
-// half: 0 or 1, the left or the right one.
+// The iterations of a warpgroup of sums. half: 0 or 1, the left or the right one. Returns whether
+// all of the lane's sums are finite.
 template <int HALF_COLUMNS>
-__device__ __forceinline__ void compute_half(
+__device__ __forceinline__ bool compute_half(
     const Arguments& args, SharedPlan& shared, const Work& work, int half) {
     using Half = ColumnHalf<HALF_COLUMNS, HalfRing>;
     typename Half::Sums sums;
     Half gradient(sums, shared.halves[half], shared.half_barriers[half], half * LEFT_COLUMNS);
-    const int lane = gradient.lane, warp = gradient.warp;
+    const int lane = gradient.lane;
     const u64 weights = descriptor(shared_address(&shared.weights), 0);
     PipelineState<WEIGHT_STAGES> stage;
     const int count = work.num_visits();
@@ -333,10 +340,16 @@ __device__ __forceinline__ void compute_half(
             + work.first_row() * stride.token,
         stride.token, work.num_rows(), PASS == DV ? shape.head_dim_v : shape.head_dim,
         PASS != DQ || rows_aligned(array, stride));
+    return finite;
+}
 
-    // DV leaves a flag to DK, which recomputes rows of both. Two warps have the same 16 rows, and
-    // recompute half of them each.
+// Recomputes the tile's rows that are not finite. DV leaves a flag to DK, which recomputes rows of
+// both. Two warps have the same 16 rows, and recompute half of them each. One function for both
+// halves, so that all wait at one instruction.
+__device__ __forceinline__ void recompute_inexact(
+    const Arguments& args, SharedPlan& shared, const Work& work, int half, bool finite) {
     if constexpr (!MASKED) return;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % ROLE_WARPS;
     int* flag = nullptr;
     if constexpr (!OF_QUERIES)
         flag = recompute_flag(args, {first_slot_of(work.sequence) + work.start / TILE,
@@ -371,8 +384,12 @@ backward_sm90_passes(const __grid_constant__ Arguments args) {
         if (threadIdx.x == 96) load_half<RIGHT_COLUMNS>(args, shared, work, 1);
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-        if (role == 1) compute_weights(args, shared, work);
-        else if (role == 2) compute_half<LEFT_COLUMNS>(args, shared, work, 0);
-        else compute_half<RIGHT_COLUMNS>(args, shared, work, 1);
+        if (role == 1) {
+            compute_weights(args, shared, work);
+            return;
+        }
+        const bool finite = role == 2 ? compute_half<LEFT_COLUMNS>(args, shared, work, 0)
+                                      : compute_half<RIGHT_COLUMNS>(args, shared, work, 1);
+        recompute_inexact(args, shared, work, role - 2, finite);
     }
 }

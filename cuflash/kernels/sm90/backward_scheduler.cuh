@@ -8,6 +8,12 @@
 // sequence, one tile ahead of the consumers. An iteration is one query tile that sees the keys;
 // iterations go through the query heads of the group in turn.
 //
+// HEADS_INNERMOST (CAUSAL, heads of a group, any order of sums): iterations start with the last
+// query tile, and each is visited of all heads of the group before the one before it. All key tiles
+// see the last queries, so blocks that start together read the same tiles of Q, dO and dQ, as they
+// do without a mask; with heads outermost, the fewer queries see a key tile, the sooner its block
+// is at other heads, and groups of more heads than L2 holds came from memory for every key tile.
+//
 // SharedPlan has work_tiles[WORK_STAGES] and their barriers: work_full, an arrival of the thread
 // that publishes; work_empty, an arrival of each warp that reads.
 #pragma once
@@ -102,6 +108,9 @@ __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_ti
 
 // ---- Query tiles of a work tile ----
 
+static_assert(!HEADS_INNERMOST || (CAUSAL && !WINDOW && !DETERMINISTIC && !SKIPS_TILES),
+              "other calls have an order, or skip tiles");
+
 // No query sees keys left of every WINDOW, nor keys of a sequence without queries. The first query
 // tile is visited all the same, so that every key tile takes part in the pipeline and consecutive
 // key tiles stay consecutive at a query tile.
@@ -128,7 +137,7 @@ __device__ __forceinline__ PairMask pair_mask_of(const Arguments& args, TileCoor
 // Iterations of a work tile: the query tiles that see it, for each query head of the group. Where
 // tiles are skipped by a whole warp, and at least one query tile a head.
 struct QueryTileIterator {
-    int first, end, head, tile, remaining;
+    int first, end, head, tile, remaining;                  // HEADS_INNERMOST: heads [first, end)
     __device__ __forceinline__ QueryTileIterator(
         const Arguments& args, QueryTiles tiles, TileCoord work)
         : first(tiles.first), end(tiles.end), tile(tiles.first) {
@@ -136,6 +145,11 @@ struct QueryTileIterator {
         const int group_size = shape.num_heads_q / shape.num_heads_kv;
         head = work.head * group_size;
         remaining = group_size * (end - first);
+        if constexpr (HEADS_INNERMOST) {
+            first = head;
+            end = head + group_size;
+            tile = tiles.end - 1;
+        }
         if constexpr (SKIPS_TILES) {
             const PairMask pair_mask = pair_mask_of(args, work);
             const int visited = pair_mask.query_tiles_between(first, end, work.tile);
@@ -146,6 +160,12 @@ struct QueryTileIterator {
     }
     __device__ __forceinline__ void next(const Arguments& args, TileCoord work) {
         --remaining;
+        if constexpr (HEADS_INNERMOST) {
+            if (++head < end) return;
+            head = first;
+            --tile;
+            return;
+        }
         if constexpr (SKIPS_TILES)
             tile = pair_mask_of(args, work).query_tile_after(tile, work.tile, end);
         else
