@@ -22,10 +22,11 @@ have one form, with a number r_i of the row and g_ij of the pair:
     dQ_i &= scale \sum_j dX_{ij} x'_{ij} K_j,\quad
     dK_j = scale \sum_i dX_{ij} x'_{ij} Q_i
 
-where x' is the slope of a softcap and a score_mod. g is dW_ij for weights,
-dc_j for their sums, and for entropies, with r = dH, lse_i - x_ij - 1: the
-derivative of -P log P with respect to x. Of weights only the chosen pairs
-count, of a maximum only the pair that has it.
+where x' is the slope of a softcap and a score_mod, whose arrays a have the
+gradients :math:`\sum_{ij} dX_{ij}\, \partial x_{ij} / \partial a`. g is dW_ij
+for weights, dc_j for their sums, and for entropies, with r = dH,
+lse_i - x_ij - 1: the derivative of -P log P with respect to x. Of weights only
+the chosen pairs count, of a maximum only the pair that has it.
 
 Example
 -------
@@ -55,6 +56,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention import default_scale
+from .expressions import add_gradients
 from .lse_rest import lse_rests
 from .masks import masked, masked_product, tiles
 from .options import Options, Scores, Tile, Tiles
@@ -214,13 +216,15 @@ def entropy(
 class Gradients(NamedTuple):
     """Gradients with respect to q, k and lse.
 
-    drow_weights, of `weight_sums`, has the axes of lse: rowsum(P * g).
+    drow_weights, of `weight_sums`, has the axes of lse: rowsum(P * g). dmod:
+    of the arrays of return_dmod, by name.
     """
 
     dq: np.ndarray
     dk: np.ndarray
     dlse: np.ndarray
     drow_weights: np.ndarray
+    dmod: dict[str, np.ndarray]
 
 
 def weights_backward(
@@ -357,7 +361,9 @@ def gradients(
 
 @quiet
 def _gradients(p: _Pass, factor: Factor, r: np.ndarray) -> Gradients:
-    found = Gradients(*(np.zeros(x.shape) for x in (p.q, p.k, p.lse, p.lse)))
+    dq, dk, dlse, drows = (np.zeros(x.shape) for x in (p.q, p.k, p.lse, p.lse))
+    dmod = p.pairs.options.zeros_of_mod()
+    found = Gradients(dq, dk, dlse, drows, dmod)
     for tile in p.all_tiles():
         place = tile.place
         rows, keys = (
@@ -370,6 +376,7 @@ def _gradients(p: _Pass, factor: Factor, r: np.ndarray) -> Gradients:
         dx = tile.p * (r[..., place.queries, None] * g)
         dx = masked(dx, visible)
         found.dlse[..., place.queries] -= dx.sum(-1)
+        add_gradients(found.dmod, tile.scores.gathers, dx, visible)
         dx = masked(dx * tile.scores.slope, visible)
         product = masked_product(dx, p.k[keys], visible)
         found.dq[rows] += p.pairs.scale * product

@@ -8,6 +8,7 @@ head; `triangle` has as many rows as tokens, which share the bias. Each line
 is the milliseconds of forward, then of backward with the gradient of the
 bias, in replayed CUDA graphs, of PyTorch's backends and of cuEquivariance's
 triangle_attention where they run. All are compared with float64 before.
+A backend without a backward is timed forward alone.
 """
 
 from __future__ import annotations
@@ -86,16 +87,33 @@ def exact(tensors: list[Any], dout: Any) -> list[Any]:
     return [out.detach(), *gradients]
 
 
-def worst(forward: Forward, tensors: list[Any], dout: Any) -> float:
+def worst(
+    forward: Forward, tensors: list[Any], dout: Any, has_backward: bool
+) -> float:
     """The largest error in parts of the largest element, of the first row."""
-    first = [*(x[:, :1] for x in tensors[:3]), tensors[3]]
-    first = [x.detach().requires_grad_() for x in first]
+    first = [*(x[:, :1].detach() for x in tensors[:3]), tensors[3].detach()]
+    if has_backward:
+        first = [x.requires_grad_() for x in first]
     out = forward(*first)
-    got = [out.detach(), *torch.autograd.grad(out, first, dout[:, :1])]
+    got = [out.detach()]
+    if has_backward:
+        got += torch.autograd.grad(out, first, dout[:, :1])
     return max(
         float((x.double() - y).abs().max() / y.abs().max())
-        for x, y in zip(got, exact(tensors, dout), strict=True)
+        for x, y in zip(got, exact(tensors, dout), strict=False)
     )
+
+
+def runs_backward(forward: Forward, tensors: list[Any], dout: Any) -> bool:
+    """Whether it has a backward; raises if it has no forward either."""
+    first = [*(x[:, :1].detach() for x in tensors[:3]), tensors[3].detach()]
+    forward(*first)
+    try:
+        first = [x.requires_grad_() for x in first]
+        torch.autograd.grad(forward(*first), first, dout[:, :1])
+    except RuntimeError:
+        return False
+    return True
 
 
 def graph_of(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -126,11 +144,13 @@ def ms_of(call: Callable[[], Any]) -> float:
 
 
 def measure(
-    forward: Forward, tensors: list[Any], dout: Any
-) -> tuple[float, float]:
+    forward: Forward, tensors: list[Any], dout: Any, has_backward: bool
+) -> tuple[float, ...]:
     """Milliseconds of forward without grad, and of backward alone."""
     detached = [x.detach() for x in tensors]
     alone = ms_of(lambda: forward(*detached))
+    if not has_backward:
+        return (alone,)
 
     def both() -> None:
         torch.autograd.grad(forward(*tensors), tensors, dout)
@@ -148,19 +168,27 @@ def cell(
     found: dict[str, Any] = {}
     for who, forward in calls.items():
         try:
-            error = worst(forward, tensors, dout)
+            call = (
+                forward,
+                tensors,
+                dout,
+                runs_backward(forward, tensors, dout),
+            )
+            error = worst(*call)
             if error > BOUNDS[dtype]:
                 found[who] = f"wrong by {error:.1e}"
                 continue
-            found[who] = [round(x, 4) for x in measure(forward, tensors, dout)]
+            found[who] = [round(x, 4) for x in measure(*call)]
         except (RuntimeError, ValueError, TypeError) as problem:
             found[who] = str(problem).partition("\n")[0][:60]
         torch.cuda.empty_cache()
     times = {x: y for x, y in found.items() if isinstance(y, list)}
     ours = times.get("cuflash", [0.0, 0.0])
     words = [
-        f"{who} {y[0]:.3f} ({y[0] / ours[0]:.2f}), {y[1]:.3f}"
-        f" ({y[1] / ours[1]:.2f})"
+        f"{who} "
+        + ", ".join(
+            f"{a:.3f} ({a / b:.2f})" for a, b in zip(y, ours, strict=False)
+        )
         if isinstance(y, list)
         else f"{who}: {y}"
         for who, y in found.items()

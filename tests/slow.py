@@ -1,5 +1,6 @@
 """Which tests `make test` leaves to `make test-all`: slow.txt."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -24,6 +25,16 @@ def rules(text):
         else:
             found.append((words, []))
     return found
+
+
+@functools.cache
+def folders():
+    """Return the folders all of whose tests slow.txt names."""
+    return {
+        FILE.parent / tests.removesuffix("/*")
+        for tests, kept in rules(FILE.read_text())
+        if tests.endswith("/*") and not kept
+    }
 
 
 def _expression(*patterns):

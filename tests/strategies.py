@@ -43,7 +43,7 @@ FEW_HEAD_DIMS = {
 
 # Plans depend on wgmma, cp.async, the size of shared memory, tuned tiles.
 ARCHS = ["sm_75", "sm_80", "sm_90a", "sm_86", "sm_100", "sm_120"]
-# float32 and float64: simt kernels on the first, all families on the others.
+# float64: simt kernels on the first, all families on the others.
 ARCHS_OF_WIDE_TYPES = ["sm_75", "sm_80", "sm_86", "sm_90a"]
 FAMILIES = ["sm_80", "sm_90a"]  # one of each kind of kernels
 

@@ -538,15 +538,14 @@ def backward(
         strip(new_dq, call.rank) if dq is None else dq,
         strip(new_dk, call.rank) if dk is None else dk,
         strip(new_dv, call.rank) if dv is None else dv,
-        *others[: len(others) - len(wanted)],
-        *_by_name(wanted, others),
+        *by_name(wanted, others),
     )
 
 
-def _by_name(
-    wanted: list[str], others: list[Any]
-) -> tuple[dict[str, Any], ...]:
-    """The gradients of `mod_arrays`, the last of all, as one dict."""
+def by_name(wanted: list[str], others: list[Any]) -> tuple[Any, ...]:
+    """Gradients, the last of which, of `mod_arrays`, become one dict."""
     if not wanted:
-        return ()
-    return (dict(zip(wanted, others[-len(wanted) :], strict=True)),)
+        return tuple(others)
+    count = len(wanted)
+    of_arrays = dict(zip(wanted, others[-count:], strict=True))
+    return *others[:-count], of_arrays

@@ -11,6 +11,7 @@ from cuflash import settings
 from cuflash.api import chosen, foreign_names, lse_of_call
 from cuflash.api.arrays import check_offsets, open_arrays
 from cuflash.api.foreign_names import split_options
+from cuflash.request import traced
 from cuflash.request.options import FORWARD
 from cuflash.request.problem import Call, strip_lse
 from cuflash.request.validate import chosen as validate_chosen
@@ -146,7 +147,7 @@ def weights(
     )  # fmt: skip
     given = {"q": q, "k": k, "lse": lse}
     choices = {"queries": queries, "keys": keys, "heads": heads}
-    runner, call = checked(
+    runner, call, _ = checked(
         "weights", given, choices, options, positional, asked
     )
     found = runner.readout(call)
@@ -265,7 +266,7 @@ def weight_sums(
     )  # fmt: skip
     given = {"q": q, "k": k, "lse": lse, "row_weights": row_weights}
     choices = {"queries": queries}
-    runner, call = checked(
+    runner, call, _ = checked(
         "weight_sums", given, choices, options, positional, asked
     )
     sums = runner.readout(call)
@@ -363,7 +364,7 @@ def entropy(
         precision=precision,
     )  # fmt: skip
     given = {"q": q, "k": k, "lse": lse}
-    runner, call = checked("entropy", given, {}, options, positional, asked)
+    runner, call, _ = checked("entropy", given, {}, options, positional, asked)
     found = runner.readout(call)
     runner.finish()
     return strip_lse(found, call.rank)
@@ -376,8 +377,8 @@ def checked(
     options: Any,
     positional: tuple[Any, ...],
     asked: dict[str, Any],
-) -> tuple[Any, Call]:
-    """The runner and the checked call.
+) -> tuple[Any, Call, list[str]]:
+    """The runner, the checked call, and the names in its `return_dmod`.
 
     Parameters
     ----------
@@ -414,4 +415,8 @@ def checked(
     if checks:
         scalars = {x: asked[x] for x in ("scale", "causal", "precision")}
         lse_of_call.check(call, scalars, options)
-    return runner, call
+    return (
+        runner,
+        call,
+        traced.in_slots(numbers.get("return_dmod", ()), arrays),
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from cuflash.api import foreign_names
+from cuflash.api.attention import by_name
 from cuflash.api.readout import checked
-from cuflash.request.options import FORWARD
+from cuflash.request.options import READOUT_BACKWARD
 from cuflash.request.problem import Call, strip, strip_lse
 
 if TYPE_CHECKING:
@@ -43,7 +44,19 @@ def weights_backward(
 ) -> tuple[Any, Any, Any]: ...
 
 
-@foreign_names.our_names("cuflash.weights_backward", FORWARD)
+@overload
+def weights_backward(
+    dweights: Array,
+    q: Array,
+    k: Array,
+    lse: Array,
+    *,
+    return_dmod: tuple[str, ...],
+    **options: Unpack[WeightsGradientOptions],
+) -> tuple[Any, ...]: ...
+
+
+@foreign_names.our_names("cuflash.weights_backward", READOUT_BACKWARD)
 def weights_backward(
     dweights: Any,
     q: Any,
@@ -75,9 +88,12 @@ def weights_backward(
     block_q, block_k : int, optional
         Tile sizes: queries and keys per tile, in tokens; tuned by default.
     deterministic : bool, optional
-        Whether to sum `dq` in a fixed order, as `backward` does.
+        Whether `dmod` is bitwise reproducible, as of `backward`. `dq` and `dk`
+        always are.
     precision : {None, "tf32x3"}, optional
         As for `forward`.
+    return_dmod : tuple of str, optional
+        The arrays of `mod_arrays` whose gradients are wanted.
 
     Returns
     -------
@@ -87,6 +103,9 @@ def weights_backward(
     dlse : array, (batch, num_heads_q, seqlen_q)
         The gradient with respect to `lse`, an input of its own here: pass it
         as `dlse` to `backward` to reach `q`, `k`, and a bias or sink.
+    dmod : dict of arrays
+        Only with `return_dmod`, last: the gradient of each array by its name,
+        where `lse` does not move; `backward` adds what comes by `dlse`.
 
     Raises
     ------
@@ -102,7 +121,8 @@ def weights_backward(
     -----
     With dX = P * dW: dq = scale dX' K, dk = scale dX'^T Q, and dlse =
     -rowsum(dX), where dX' is dX times the slope of a softcap or score_mod
-    [1]_. Gradients with respect to a bias or `mod_arrays` are not computed.
+    [1]_, and those of arrays a of `mod_arrays` are sums of dX dx/da. The
+    gradient with respect to a bias is not computed.
 
     References
     ----------
@@ -128,10 +148,10 @@ def weights_backward(
     )  # fmt: skip
     given = {"q": q, "k": k, "lse": lse, "dweights": dweights}
     choices = {"queries": queries, "keys": keys, "heads": heads}
-    runner, call = checked(
+    runner, call, names = checked(
         "weights_backward", given, choices, options, positional, asked
     )
-    return _stripped(runner, call)
+    return _stripped(runner, call, names)
 
 
 @overload
@@ -166,11 +186,12 @@ def weight_sums_backward(
     lse: Array,
     *,
     return_drow_weights: bool = False,
+    return_dmod: tuple[str, ...] = (),
     **options: Unpack[WeightSumsGradientOptions],
 ) -> tuple[Any, ...]: ...
 
 
-@foreign_names.our_names("cuflash.weight_sums_backward", FORWARD)
+@foreign_names.our_names("cuflash.weight_sums_backward", READOUT_BACKWARD)
 def weight_sums_backward(
     dsums: Any,
     q: Any,
@@ -203,11 +224,14 @@ def weight_sums_backward(
     block_q, block_k : int, optional
         Tile sizes: queries and keys per tile, in tokens; tuned by default.
     deterministic : bool, optional
-        Whether to sum `dq` in a fixed order, as `backward` does.
+        Whether `dmod` is bitwise reproducible, as of `backward`. `dq` and `dk`
+        always are.
     precision : {None, "tf32x3"}, optional
         As for `forward`.
     return_drow_weights : bool, optional
         Whether to return the gradient of `row_weights` too.
+    return_dmod : tuple of str, optional
+        The arrays of `mod_arrays` whose gradients are wanted.
 
     Returns
     -------
@@ -219,6 +243,9 @@ def weight_sums_backward(
     drow_weights : array
         Only with `return_drow_weights`. With the shape and dtype of
         `row_weights`: summed over its broadcast axes.
+    dmod : dict of arrays
+        Only with `return_dmod`, last: the gradient of each array by its name,
+        where `lse` does not move; `backward` adds what comes by `dlse`.
 
     Raises
     ------
@@ -257,10 +284,10 @@ def weight_sums_backward(
     given = {"q": q, "k": k, "lse": lse, "dsums": dsums}
     given["row_weights"] = row_weights
     choices = {"queries": queries}
-    runner, call = checked(
+    runner, call, names = checked(
         "weight_sums_backward", given, choices, options, positional, asked
     )
-    return _stripped(runner, call)
+    return _stripped(runner, call, names)
 
 
 @overload
@@ -283,7 +310,19 @@ def entropy_backward(
 ) -> tuple[Any, Any, Any]: ...
 
 
-@foreign_names.our_names("cuflash.entropy_backward", FORWARD)
+@overload
+def entropy_backward(
+    dentropy: Array,
+    q: Array,
+    k: Array,
+    lse: Array,
+    *,
+    return_dmod: tuple[str, ...],
+    **options: Unpack[EntropyGradientOptions],
+) -> tuple[Any, ...]: ...
+
+
+@foreign_names.our_names("cuflash.entropy_backward", READOUT_BACKWARD)
 def entropy_backward(
     dentropy: Any,
     q: Any,
@@ -312,9 +351,12 @@ def entropy_backward(
     block_q, block_k : int, optional
         Tile sizes: queries and keys per tile, in tokens; tuned by default.
     deterministic : bool, optional
-        Whether to sum `dq` in a fixed order, as `backward` does.
+        Whether `dmod` is bitwise reproducible, as of `backward`. `dq` and `dk`
+        always are.
     precision : {None, "tf32x3"}, optional
         As for `forward`.
+    return_dmod : tuple of str, optional
+        The arrays of `mod_arrays` whose gradients are wanted.
 
     Returns
     -------
@@ -323,6 +365,9 @@ def entropy_backward(
     dlse : array, (batch, num_heads_q, seqlen_q)
         The gradient with respect to `lse`, an input of its own here: pass it
         as `dlse` to `backward` to reach `q`, `k`, and a bias or sink.
+    dmod : dict of arrays
+        Only with `return_dmod`, last: the gradient of each array by its name,
+        where `lse` does not move; `backward` adds what comes by `dlse`.
 
     Raises
     ------
@@ -362,15 +407,18 @@ def entropy_backward(
         precision=precision, deterministic=deterministic,
     )  # fmt: skip
     given = {"q": q, "k": k, "lse": lse, "dentropy": dentropy}
-    runner, call = checked(
+    runner, call, names = checked(
         "entropy_backward", given, {}, options, positional, asked
     )
-    return _stripped(runner, call)
+    return _stripped(runner, call, names)
 
 
-def _stripped(runner: Any, call: Call) -> tuple[Any, ...]:
-    """Gradients, without the axes that q lacks."""
+def _stripped(runner: Any, call: Call, names: list[str]) -> tuple[Any, ...]:
+    """Gradients, without the axes that q lacks; of arrays by their names."""
     dq, dk, dlse, *others = runner.readout_backward(call)
     runner.finish()
     rank = call.rank
-    return strip(dq, rank), strip(dk, rank), strip_lse(dlse, rank), *others
+    return (
+        *(strip(dq, rank), strip(dk, rank), strip_lse(dlse, rank)),
+        *by_name(names, others),
+    )

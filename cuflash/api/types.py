@@ -143,17 +143,17 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
         """The keywords of `weight_sums`."""
 
     class EntropyGradientOptions(ReadoutOptions, total=False):
-        """The keywords of `entropy_backward`."""
+        """The keywords of `entropy_backward`, but for return_dmod."""
 
         deterministic: bool
 
     class WeightsGradientOptions(EntropyGradientOptions, _Chosen, total=False):
-        """The keywords of `weights_backward`."""
+        """Those of `weights_backward`, but for return_dmod."""
 
     class WeightSumsGradientOptions(
         EntropyGradientOptions, _Weighted, total=False
     ):
-        """Those of `weight_sums_backward`, but for return_drow_weights."""
+        """Those of `weight_sums_backward`, but for what returns more."""
 
     class _Attention(Tiled, total=False):
         num_splits: int | None
@@ -200,7 +200,9 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict with type variables
 
         out: Array | None
 
-    class TorchCacheOptions(KVCacheOptionsOf[torch.Tensor, int], total=False):
+    class TorchCacheOptions(
+        KVCacheOptionsOf[torch.Tensor, int], Traced, total=False
+    ):
         """Those of `cuflash.torch.forward_kvcache`."""
 
         out: torch.Tensor | None

@@ -52,6 +52,15 @@ class Backend(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """The same, filled with 0."""
 
+    def rows(
+        self, shape: tuple[int, ...], dtype: Any, zero: bool = False
+    ) -> Any:
+        """The memory of `empty`, or of `zeros`, for rows of q, out and so on.
+
+        A view of it with axes in the order of the call's arrays: that of
+        (batch, seqlen, heads, head_dim) may be another.
+        """
+
     def copy(self, target: Any, source: Any) -> None:
         """Copy `source` to `target`, of the same shape, converting dtypes."""
 

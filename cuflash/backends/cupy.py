@@ -286,6 +286,11 @@ class CupyBackend:
         array.fill(0)
         return array
 
+    def rows(
+        self, shape: tuple[int, ...], dtype: Any, zero: bool = False
+    ) -> Array:
+        return self.zeros(shape, dtype) if zero else self.empty(shape, dtype)
+
     def copy(self, target: Array, source: Array) -> None:
         target[...] = source
 

@@ -16,11 +16,13 @@ from .in_process import run as run_threads
 from .layouts import positions, shard, unshard
 from .mpi import MpiGroup
 from .nccl import NcclGroup, unique_id
+from .peers import PeerGroup
 
 __all__ = [
     "Group",
     "MpiGroup",
     "NcclGroup",
+    "PeerGroup",
     "backward",
     "forward",
     "gather",

@@ -68,6 +68,8 @@ class Request:
     @property
     def ring_mask(self) -> Mask:
         """The mask of a ring of ranks with the same heads."""
+        if self.ulysses == 1:
+            return self.mask
         return replace(self.mask, size=self.group.size // self.ulysses)
 
 

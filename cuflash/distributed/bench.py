@@ -5,9 +5,10 @@
     python -m cuflash.distributed.bench --processes 2
     python -m cuflash.distributed.bench --threads 2 4
 
-Efficiency is the time of one GPU for the whole sequence, over the number of
-GPUs times their time. With threads on one GPU it is one call's time over the
-threads' time together: what splitting and merging cost.
+Efficiency is the time of one GPU for the whole sequence (at the mean speed of
+all), over the number of GPUs times the slowest one's time. With threads on one
+GPU it is one call's time over the threads' time together: what splitting and
+merging cost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -56,6 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--window", type=int, help="keys before each query that it sees")
     add("--repeats", type=int, default=5, help="the median is reported")
     add("--library", choices=["cupy", "nccl4py"], help="bindings of NCCL")
+    add("--transport", choices=environment.TRANSPORTS, help="between GPUs")
     add("--timeout", type=float, default=120.0)
     add("--processes", type=int, help="start that many, one a GPU")
     add("--threads", type=int, nargs="+", help="ranks on one GPU")
@@ -153,22 +155,32 @@ def random_rows(
     return bits[chosen][None].view(dtype)
 
 
-def timed(call: Callable[[], Any], repeats: int, ready: Any = None) -> float:
-    """The median of seconds, from `ready` on all ranks to the stream's end."""
-    cupy = api_arrays.on_cuda().cupy
-    stream = cupy.cuda.get_current_stream()
-    for _ in range(2):
-        call()
-    seconds = []
-    for _ in range(repeats):
-        stream.synchronize()
-        if ready is not None:
+def timed(call: Callable[[], Any], repeats: int) -> float:
+    """The median of seconds until the stream's end."""
+    return in_turns([call], repeats, lambda: None)[0]
+
+
+def in_turns(
+    calls: Sequence[Callable[[], Any]],
+    repeats: int,
+    ready: Callable[[], None],
+) -> list[float]:
+    """The median of each call's seconds, from `ready` to the stream's end.
+
+    The calls take turns: a GPU's clock falls while it works.
+    """
+    stream = api_arrays.on_cuda().cupy.cuda.get_current_stream()
+    seconds: list[list[float]] = [[] for _ in calls]
+    for i in range(repeats + 2):
+        for call, found in zip(calls, seconds, strict=True):
+            stream.synchronize()
             ready()
-        start = time.perf_counter()
-        call()
-        stream.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+            start = time.perf_counter()
+            call()
+            stream.synchronize()
+            if i >= 2:  # the first calls compile, and allocate
+                found.append(time.perf_counter() - start)
+    return [statistics.median(x) for x in seconds]
 
 
 def largest_error(got: Any, want: Any) -> float:
@@ -190,8 +202,6 @@ def on_ranks(options: argparse.Namespace, group: Group) -> list[dict]:
 
     for seqlen in options.seqlens:
         call = Call(options, seqlen)
-        # All ranks time a GPU alone, so that all have the same clock.
-        single = [timed(x, options.repeats, ready) for x in call.alone()]
         whole = None if options.no_check else call.alone()[1]()
         for ulysses in options.ulysses:
             calls = call.of_rank(group, ulysses)
@@ -204,21 +214,42 @@ def on_ranks(options: argparse.Namespace, group: Group) -> list[dict]:
                     results, [call.part(x, group) for x in whole]
                 )
             del results
-            own = [timed(x, options.repeats, ready) for x in calls]
-            told = json.dumps([*own, error, sent]).encode().ljust(256)
+            # All ranks time a GPU alone, so that all have the same clock.
+            times = [
+                in_turns(pair, options.repeats, ready)
+                for pair in zip(call.alone(), calls, strict=True)
+            ]
+            told = json.dumps([times, error, sent]).encode().ljust(512)
             each = [json.loads(x) for x in group.gather_bytes(told)]
-            slowest = [max(x[i] for x in each) for i in range(2)]
-            worst = None if error is None else max(x[2] for x in each)
+            single, slowest = over_ranks([x[0] for x in each])
+            worst = None if error is None else max(x[1] for x in each)
             found.append(
                 figures(
                     call, group.size, ulysses, single, slowest, worst,
-                    share=group.size, sent=max(x[3] for x in each),
+                    share=group.size, sent=max(x[2] for x in each),
                 )
             )  # fmt: skip
             if group.rank == 0:
                 show(found[-1])
         del whole, call
     return found
+
+
+def over_ranks(
+    times: list[list[list[float]]],
+) -> tuple[list[float], list[float]]:
+    """Seconds of one GPU, and of all: [rank][direction][alone, together].
+
+    One GPU's are such that its speed is the mean of all.
+    """
+    directions = range(len(times[0]))
+    return (
+        [
+            statistics.harmonic_mean([x[i][0] for x in times])
+            for i in directions
+        ],
+        [max(x[i][1] for x in times) for i in directions],
+    )
 
 
 def on_threads(options: argparse.Namespace) -> list[dict]:
@@ -357,6 +388,7 @@ def start_processes(count: int, arguments: list[str]) -> int:
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
                 "LOCAL_RANK": str(rank),
             },
         )
@@ -381,7 +413,9 @@ def main(arguments: list[str] | None = None) -> int:
             found = on_threads(options)
         else:
             group = environment.group_from_environment(
-                timeout=options.timeout, library=options.library
+                timeout=options.timeout,
+                library=options.library,
+                transport=options.transport,
             )
             rank = group.rank
             found = on_ranks(options, group)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cuflash.errors import GroupError, UnsupportedError
+from cuflash.errors import GroupError, UnsupportedError, ValueRangeError
 
 from .group import DEFAULT_TIMEOUT, Group
 from .mpi import MpiGroup
 from .nccl import NcclGroup, unique_id
 from .nccl_library import library as find_library
+from .peers import PeerGroup
 
 
 class Process(NamedTuple):
@@ -26,24 +29,32 @@ class Process(NamedTuple):
     rank, size : int
     local : int
         Its rank among those of this machine.
+    is_one_machine : bool
+        Whether it is known that all run on this machine.
     """
 
     rank: int
     size: int
     local: int
+    is_one_machine: bool
 
 
-# rank, size and local rank: torchrun, Open MPI, MPICH, Slurm.
+TRANSPORTS = ("nccl", "peer")
+
+# rank, size, local rank and processes of this machine: torchrun, Open MPI,
+# MPICH, Slurm (which counts machines instead).
 _NAMES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None),
 )
+_MACHINES = "SLURM_NNODES"
 
 
 def process() -> Process:
@@ -54,12 +65,18 @@ def process() -> Process:
     UnsupportedError
         If no launcher started it.
     """
-    for rank, size, local in _NAMES:
-        if rank in os.environ and size in os.environ:
-            own = int(os.environ[rank])
+    given = os.environ
+    for rank, size, local, count in _NAMES:
+        if rank in given and size in given:
+            own = int(given[rank])
+            if count is None:
+                is_one_machine = given.get(_MACHINES) == "1"
+            else:
+                is_one_machine = given.get(count) == given[size]
             return Process(
-                own, int(os.environ[size]), int(os.environ.get(local, own))
-            )
+                own, int(given[size]), int(given.get(local, own)),
+                is_one_machine,
+            )  # fmt: skip
     raise UnsupportedError(
         "no environment variables of a launcher, expected those of torchrun "
         "(RANK and WORLD_SIZE), mpirun or srun: start one process a GPU by "
@@ -68,12 +85,16 @@ def process() -> Process:
 
 
 def group_from_environment(
-    *, timeout: float = DEFAULT_TIMEOUT, library: str | None = None
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    library: str | None = None,
+    transport: str | None = None,
 ) -> Group:
     """The group of the processes that a launcher started.
 
-    With a GPU it is a `NcclGroup` on the device of this process's local rank,
-    which becomes the current one; without, an `MpiGroup` for NumPy arrays.
+    With GPUs it is a `PeerGroup` or an `NcclGroup` on the device of this
+    process's local rank, which becomes the current one; without, an `MpiGroup`
+    for NumPy arrays.
 
     Parameters
     ----------
@@ -81,6 +102,10 @@ def group_from_environment(
         Seconds that a rank waits for another.
     library : {None, "cupy", "nccl4py"}, optional
         As for `NcclGroup`.
+    transport : {None, "nccl", "peer"}, optional
+        How arrays travel between GPUs: by NCCL, or by a `PeerGroup`, for which
+        all processes run on one machine. By default that is tried where the
+        launcher says so and no library is given; else NCCL.
 
     Returns
     -------
@@ -95,25 +120,46 @@ def group_from_environment(
 
     Notes
     -----
-    Rank 0 hands NCCL's id to the others: by torch.distributed if that is
-    initialised, by mpi4py if that is imported, else by a file in the
-    temporary folder, which all processes of one machine share.
+    Rank 0 hands NCCL's id, or a folder's name, to the others: by
+    torch.distributed if that is initialised, by mpi4py if that is imported,
+    else by a file in the temporary folder, which all processes of one machine
+    share.
     """
+    if transport not in (None, *TRANSPORTS):
+        raise ValueRangeError(
+            f"transport is {transport!r}, expected one of "
+            f"{', '.join(TRANSPORTS)}"
+        )
     own = process()
     devices = count_devices()
     if not devices:
         return MpiGroup(timeout=timeout)
-    find_library(library)  # a rank without NCCL would wait for rank 0's id
     import cupy
 
     cupy.cuda.Device(own.local % devices).use()
-    shared = _share(own, timeout, library)
-    group = NcclGroup(
-        own.rank, own.size, shared.id, timeout=timeout, library=library
-    )
-    if shared.file is not None and own.rank == 0:
-        shared.file.unlink(missing_ok=True)  # all have joined
-    return group
+    if transport == "peer" or (
+        transport is None
+        and library is None
+        and own.is_one_machine
+        and sys.platform != "win32"
+    ):
+        try:
+            with _shared(own, timeout, _new_folder) as folder:
+                return PeerGroup(
+                    own.rank, own.size, os.fsdecode(folder), timeout=timeout
+                )
+        except UnsupportedError:  # on all ranks
+            if transport == "peer":
+                raise
+    find_library(library)  # a rank without NCCL would wait for rank 0's id
+    with _shared(own, timeout, lambda: unique_id(library)) as made:
+        return NcclGroup(
+            own.rank, own.size, made, timeout=timeout, library=library
+        )
+
+
+def _new_folder() -> bytes:
+    return os.fsencode(tempfile.mkdtemp(prefix="cuflash_"))
 
 
 def count_devices() -> int:
@@ -126,28 +172,32 @@ def count_devices() -> int:
         return 0
 
 
-class _Shared(NamedTuple):
-    id: bytes
-    file: Path | None = None
-
-
-def _share(own: Process, timeout: float, library: str | None) -> _Shared:
-    """NCCL's id, made by rank 0."""
-    made = unique_id(library) if own.rank == 0 else None
+@contextlib.contextmanager
+def _shared(
+    own: Process, timeout: float, make: Callable[[], bytes]
+) -> Iterator[bytes]:
+    """What rank 0 makes; all ranks have it when rank 0 leaves."""
+    made = make() if own.rank == 0 else None
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available():
         if torch.distributed.is_initialized():
             given: list[Any] = [made]
             torch.distributed.broadcast_object_list(given, src=0)
-            return _Shared(given[0])
+            yield given[0]
+            return
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.COMM_WORLD.size == own.size:
-        return _Shared(mpi.COMM_WORLD.bcast(made))
+        yield mpi.COMM_WORLD.bcast(made)
+        return
     file = _file()
-    if made is not None:
-        _write(file, made)
-        return _Shared(made, file)
-    return _Shared(_read(file, own.rank, timeout), file)
+    if made is None:
+        yield _read(file, own.rank, timeout)
+        return
+    _write(file, made)
+    try:
+        yield made
+    finally:
+        file.unlink(missing_ok=True)
 
 
 _count = itertools.count()
@@ -169,8 +219,7 @@ def _file() -> Path:
         since = "0"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = (
-        f"cuflash_nccl_{os.getuid()}_{parent}_{since}_{restarts}"
-        f"_{next(_count)}"
+        f"cuflash_id_{os.getuid()}_{parent}_{since}_{restarts}_{next(_count)}"
     )
     return Path(tempfile.gettempdir()) / name
 

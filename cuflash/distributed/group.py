@@ -57,8 +57,12 @@ class Group(abc.ABC):
     # the first of its kind.
     checks_each_call = True
 
-    # Whether all ranks compute on one device. A rank then launches what needs
-    # its own keys alone first: nothing travels while another rank computes.
+    # Whether a rank launches what needs its own keys alone before it starts
+    # exchanges: if they need no SMs, these get along beside it.
+    launches_first = False
+
+    # Whether all ranks compute on one device. Then nothing travels while
+    # another rank computes.
     shares_device = False
 
     def __init__(
@@ -83,6 +87,14 @@ class Group(abc.ABC):
     def mark(self) -> Any:
         """This moment of the current stream, for `exchange`."""
         return None
+
+    def sendable(self, array: Any) -> Any:
+        """The array, or a copy that can be sent several times as it is.
+
+        Send it, and let the stream wait for what travels, before the array is
+        written.
+        """
+        return array
 
     def synchronize(self) -> None:
         """Wait for the current stream; raise GroupError if the group failed.
@@ -193,9 +205,13 @@ class Subgroup(Group):
         super().__init__(ranks.index(group.rank), len(ranks), group.timeout)
         self.group, self.ranks = group, tuple(ranks)
         self.shares_device = group.shares_device
+        self.launches_first = group.launches_first
 
     def mark(self) -> Any:
         return self.group.mark()
+
+    def sendable(self, array: Any) -> Any:
+        return self.group.sendable(array)
 
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Any

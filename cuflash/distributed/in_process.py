@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, on one device: for tests."""
+"""Ranks as threads of one process: on one device, for tests, or on several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.errors import GroupError
+from cuflash.errors import GroupError, ValueRangeError
 
 from .group import DEFAULT_TIMEOUT, Group, Message, Pending, digest
 
@@ -46,6 +46,7 @@ class _Board:
 
     size: int
     timeout: float
+    shares_device: bool = True
     changed: threading.Condition = field(default_factory=threading.Condition)
     failed: tuple[int, BaseException] | None = None
     parcels: dict[tuple[int, int, int], _Parcel] = field(default_factory=dict)
@@ -81,11 +82,12 @@ class _Board:
 class InProcessGroup(Group):
     """A rank that is a thread: see `run`."""
 
-    shares_device = True
+    launches_first = True
 
     def __init__(self, rank: int, board: _Board) -> None:
         super().__init__(rank, board.size, board.timeout)
         self._board = board
+        self.shares_device = board.shares_device
         self._round = 0
         self._given: str | None = None  # the call that is to be confirmed
         # How many arrays were sent to, and are expected of, each rank.
@@ -158,9 +160,10 @@ class InProcessGroup(Group):
         stream = self._stream
         for event in (parcel.ready, after):
             stream.wait_event(event)
+        # Between devices copy engines do it, which need no SMs.
         cuda.runtime.memcpyAsync(
             to.data.ptr, parcel.array.data.ptr, to.nbytes,
-            cuda.runtime.memcpyDeviceToDevice, stream.ptr,
+            cuda.runtime.memcpyDefault, stream.ptr,
         )  # fmt: skip
         return stream.record()
 
@@ -264,6 +267,7 @@ def run(
     size: int,
     function: Callable[[Group], Any],
     *,
+    devices: Sequence[int] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> list[Any]:
     """Run a function on `size` ranks, each a thread of this process.
@@ -274,6 +278,10 @@ def run(
     function : callable
         Takes its rank's group. On a GPU it runs with a stream of its own,
         which begins after the caller's stream, and which that waits for.
+    devices : sequence of int, optional
+        The CUDA device of each rank, by default the current one. What travels
+        between devices is copied directly where they can read each other's
+        memory, as by NVLink.
     timeout : float, optional
         Seconds that a rank waits for another.
 
@@ -294,10 +302,15 @@ def run(
     >>> run_threads(2, lambda group: group.rank)
     [0, 1]
     """
-    board = _Board(size, timeout)
+    if devices is not None and len(devices) != size:
+        raise ValueRangeError(
+            f"devices has {len(devices)} elements, expected {size}"
+        )
+    shares = devices is None or len({*devices}) == 1
+    board = _Board(size, timeout, shares)
     results: list[Any] = [None] * size
     groups = [InProcessGroup(rank, board) for rank in range(size)]
-    with _streams(size) as streams:
+    with _streams(size, devices) as streams:
 
         def work(rank: int) -> None:
             try:
@@ -322,24 +335,49 @@ def run(
 
 
 @contextlib.contextmanager
-def _streams(size: int) -> Iterator[list[contextlib.AbstractContextManager]]:
+def _streams(
+    size: int, devices: Sequence[int] | None
+) -> Iterator[list[contextlib.AbstractContextManager]]:
     """For each rank the context in which it runs."""
     cupy = _cupy()
     if cupy is None:
         yield [contextlib.nullcontext() for _ in range(size)]
         return
-    own = cupy.cuda.get_current_stream()
-    start, device = own.record(), cupy.cuda.Device().id
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(size)]
+    cuda = cupy.cuda
+    own = cuda.get_current_stream()
+    start = own.record()
+    devices = [cuda.Device().id] * size if devices is None else devices
+    _connect(cuda.runtime, sorted({*devices}))
+    streams = []
+    for device in devices:
+        with cuda.Device(device):
+            streams.append(cuda.Stream(non_blocking=True))
 
     @contextlib.contextmanager
-    def within(stream: Any) -> Iterator[None]:
-        with cupy.cuda.Device(device), stream:
+    def within(device: int, stream: Any) -> Iterator[None]:
+        with cuda.Device(device), stream:
             stream.wait_event(start)
             yield
 
     try:
-        yield [within(x) for x in streams]
+        yield [within(*pair) for pair in zip(devices, streams, strict=True)]
     finally:
-        for stream in streams:
-            own.wait_event(stream.record())
+        for device, stream in zip(devices, streams, strict=True):
+            with cuda.Device(device):
+                end = stream.record()
+            own.wait_event(end)
+
+
+def _connect(runtime: Any, devices: Sequence[int]) -> None:
+    """Let devices read each other's memory where they can."""
+    before = runtime.getDevice()
+    try:
+        for device in devices:
+            runtime.setDevice(device)
+            for other in devices:
+                if other != device and runtime.deviceCanAccessPeer(
+                    device, other
+                ):
+                    runtime._deviceEnsurePeerAccess(other)
+    finally:
+        runtime.setDevice(before)

@@ -8,6 +8,7 @@ summed; they travel while the next step computes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,8 @@ from .schedule import Block, Mask, blocks, chunk_ranges, needed_keys
 # all SMs of a GPU, a copy by NCCL begins when that kernel ends: it must have
 # been ready by then, so its buffer is of the step before the last.
 SLOTS = 3
+
+_ALIGNMENT = 256  # bytes, as of memory that CuPy allocates
 
 
 @dataclass
@@ -108,8 +111,7 @@ class Ring:
 
 def forward(ring: Ring, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """Out and lse of a rank's queries, in chunk order and full rank."""
-    shape = (*q.shape[:-1], v.shape[-1])
-    merged = Merged(ring.machine, shape, q.dtype, *ring.of_queries())
+    merged: Merged | None = None
     for step, keys in Travel(ring, (k, v)).steps():
         for block in ring.blocks(step):
             rows = slice(block.queries.start, block.queries.stop)
@@ -117,8 +119,16 @@ def forward(ring: Ring, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             results = _call(
                 api_attention.forward, ring, block, *given, return_lse=True
             )
+            merged = merged or _merged(ring, q, v)
             merged.merge(block.queries, *results)
+    merged = merged or _merged(ring, q, v)
     return merged.result(), merged.lse
+
+
+def _merged(ring: Ring, q: Any, v: Any) -> Merged:
+    """Made after the first launch, which then does not wait for it."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    return Merged(ring.machine, shape, q.dtype, *ring.of_queries())
 
 
 def backward(
@@ -203,12 +213,20 @@ class Travel:
         """Yield each step and its keys, which then may be overwritten."""
         k, v = self.own
         own = Keys({range(k.shape[1]): (k, v)})
-        if self.ring.group.shares_device:
+        group = self.ring.group
+        if group.shares_device:
             yield 0, own
-            self._begin()
+            self._prepare()
+            self._begin(group.mark())
         else:
-            self._begin()
-            yield 0, own
+            self._prepare()
+            now = group.mark()
+            if group.launches_first:
+                yield 0, own
+                self._begin(now)
+            else:
+                self._begin(now)
+                yield 0, own
         for step in range(1, self.size):
             keys, pending = self.coming.popleft()
             pending.wait()
@@ -218,31 +236,38 @@ class Travel:
                 # moment of the stream.
                 self._start(step + SLOTS, self.ring.group.mark())
 
-    def _begin(self) -> None:
+    def _prepare(self) -> None:
+        """Make what the exchanges read and write."""
+        given = {x for i in range(1, self.size) for x in self.ring.given(i)}
+        for keys in sorted(given, key=len, reverse=True):
+            self._own_part(keys)
+        self.slots = self._new_slots()
+
+    def _begin(self, now: Any) -> None:
         """Start the exchanges of the first steps."""
-        for step in range(1, self.size):
-            for keys in self.ring.given(step):
-                self._own_part(keys)
-        self.slots = [self._slot(i) for i in range(min(SLOTS, self.size - 1))]
-        now = self.ring.group.mark()
         for step in range(1, min(SLOTS + 1, self.size)):
             self._start(step, now)
 
-    def _slot(self, index: int) -> tuple[Any, ...]:
-        """Memory for the keys and values of every SLOTS-th step."""
-        most = max(
-            (
+    def _new_slots(self) -> list[tuple[Any, ...]]:
+        """Memory for the keys and values of every SLOTS-th step, in one."""
+        tokens = [
+            max(
                 sum(map(len, self.ring.needed(step)))
                 for step in range(index + 1, self.size, SLOTS)
-            ),
-            default=0,
-        )
-        return tuple(
-            self.ring.machine.empty(
-                (most * x.shape[0] * math.prod(x.shape[2:]),), x.dtype
             )
-            for x in self.own
-        )
+            for index in range(min(SLOTS, self.size - 1))
+        ]
+        k, v = (self._side_by_side(tokens, x) for x in self.own)
+        return list(zip(k, v, strict=True))
+
+    def _side_by_side(self, tokens: list[int], like: Any) -> list[Any]:
+        """Memory for so many tokens each; all starts are aligned."""
+        row = like.shape[0] * math.prod(like.shape[2:])
+        unit = _ALIGNMENT // like.dtype.itemsize
+        sizes = [-(-count * row // unit) * unit for count in tokens]
+        memory = self.ring.machine.empty((sum(sizes),), like.dtype)
+        ends = itertools.accumulate(sizes, initial=0)
+        return [memory[start:stop] for start, stop in pairwise(ends)]
 
     def _start(self, step: int, after: Any) -> None:
         ring, slot = self.ring, self.slots[(step - 1) % SLOTS]
@@ -268,9 +293,22 @@ class Travel:
     def _own_part(self, keys: range) -> tuple[Any, Any]:
         """Contiguous keys and values to send."""
         if keys not in self.contiguous:
-            k, v = (contiguous(x[:, keys.start : keys.stop]) for x in self.own)
+            k, v = self._first_of_part(keys) or (
+                self.ring.group.sendable(
+                    contiguous(x[:, keys.start : keys.stop])
+                )
+                for x in self.own
+            )
             self.contiguous[keys] = k, v
         return self.contiguous[keys]
+
+    def _first_of_part(self, keys: range) -> tuple[Any, Any] | None:
+        """The first keys of an array that is sent, if they are contiguous."""
+        if self.own[0].shape[0] == 1:
+            for held, (k, v) in self.contiguous.items():
+                if held.start == keys.start and _holds(held, keys):
+                    return k[:, : len(keys)], v[:, : len(keys)]
+        return None
 
 
 def _part(memory: Any, like: Any, start: int, count: int) -> Any:

@@ -60,6 +60,7 @@ def text(
     short: bool = False,
     exact_sums: bool = False,
     moves: Moves | None = None,
+    apart: bool = False,
 ) -> str:
     """The text for a score and a mask; of None, the file of calls without.
 
@@ -76,6 +77,9 @@ def text(
         Whether gradients are summed exactly (score/exact_sums.cuh).
     moves : Moves or None
         Of derivatives along directions.
+    apart : bool
+        Whether each pair's gradients are added alone, as a lane's pairs are
+        no grid of queries and keys.
     """
     if score is not None and short:
         score = in_reals(score)
@@ -83,7 +87,7 @@ def text(
         *(
             ['#include "score/no_score_mod.cuh"'] if score is None
             else _score_struct(
-                score, arrays, dmods, exact_sums, short, moves)
+                score, arrays, dmods, exact_sums, short, moves, apart)
         ),
         "",
         *(
@@ -113,6 +117,7 @@ def _score_struct(
     exact_sums: bool,
     short: bool,
     moves: Moves | None,
+    apart: bool,
 ) -> list[str]:
     header = ["template <class Real> struct ScoreExpression {"]
     parts = affine(score) if short else None
@@ -130,7 +135,7 @@ def _score_struct(
         args=bool(scatters or moves and moves.slots),
     )  # fmt: skip
     gradients = [
-        _Gradient(f"sums.{body.name(g)}", g, by, exact_sums)
+        _Gradient(f"sums.{body.name(g)}", g, by, exact_sums, apart)
         for g, by in scatters.items()
     ]
     added = [
@@ -335,10 +340,10 @@ class _Gradient:
     """
 
     def __init__(
-        self, name: str, gather: Node, by: Node, exact_sums: bool
+        self, name: str, gather: Node, by: Node, exact_sums: bool, apart: bool
     ) -> None:
         self.name, self.gather, self.by = name, gather, by
-        shared = shared_by(gather)
+        shared = None if apart else shared_by(gather)
         self.sums = _KINDS[shared] if shared else None
         self.by_warp = shared == "distance"
         self.target = "ExactSums" if exact_sums else "FloatSums"

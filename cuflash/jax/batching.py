@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
+from cuflash.request.mod_tangents import with_gradients
 from cuflash.request.vmap import Fold, Names, is_folded
 
 from . import functions
@@ -86,8 +87,9 @@ def _readout_rule(
         x if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands, axes, strict=True)
     ]
-    wrt = ("q", "k", "lse")
-    of_batch = functions.of_batch(dict(params["asked"]))
+    asked = dict(params["asked"])
+    wrt = ("q", "k", "lse", *with_gradients(asked))
+    of_batch = functions.of_batch(asked)
     if not is_folded(names, mapped, of_batch, wrt):
         results = _one_by_one(bind, front, mapped)
         return results, [0] * len(results)

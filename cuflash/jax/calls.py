@@ -173,6 +173,8 @@ def readout(direction: str, names: Names, asked: Asked) -> Traced:
         results = ("dq", "dk", "dlse")
         if given.get("return_drow_weights"):
             results = (*results, "drow_weights")
+        read = mod_tangents.with_gradients(given)
+        results = *results, *(f"d{x}" for x in read)
     check = validate_readouts.by_name(direction)
     return Traced(check, given, names, results, results)
 

@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 
 from cuflash.backends.base import Backend
 from cuflash.launch.runner import Kernels
+from cuflash.launch.widened import in_float32
 from cuflash.request import options
 from cuflash.request.problem import Call
 from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
@@ -122,6 +123,12 @@ def _readable(name: str, array: Any) -> Any:
     return jnp.pad(array, widths) if missing else array
 
 
+def _in_float32(call: Call, machine: Machine) -> bool:
+    """Whether kernels take a call's arrays as float32."""
+    target = machine.backend(machine.first_device()).target
+    return in_float32(call.signature, target, target.family) is not None
+
+
 def _call_buffers(
     run: Run, call: Traced, given: dict[str, Any], machine: Machine
 ) -> dict[str, Any]:
@@ -132,7 +139,15 @@ def _call_buffers(
         slopes = given["alibi_slopes"]
         given["alibi_slopes"] = slopes.astype("float64" if wide else "float32")
     types = abstract_all(given)
-    program = Program(run, call.check(types), types, machine)
+    checked = call.check(types)
+    if _in_float32(checked, machine):  # results are converted by XLA, too
+        given = {
+            name: x.astype(jnp.float32) if name in _WIDE else x
+            for name, x in given.items()
+        }
+        types = abstract_all(given)
+        checked = call.check(types)
+    program = Program(run, checked, types, machine)
     updated = [types[x] for x in call.updated]
     created = buffer_callback(
         program,

@@ -16,9 +16,11 @@ from cuflash.api import foreign_names
 from cuflash.api.foreign_names import split_options
 from cuflash.errors import UnsupportedError
 from cuflash.request.layouts import broadcasts
+from cuflash.request.mod_tangents import gradients_of
 from cuflash.request.options import FORWARD
 from cuflash.request.problem import strip_lse
 from cuflash.request.readout import COTANGENTS
+from cuflash.request.traced import is_named
 from cuflash.request.validate import chosen
 from cuflash.request.vmap import Names
 
@@ -61,7 +63,8 @@ def weights(
 ) -> jax.Array:
     """The weights of some queries, differentiable in `q`, `k` and `lse`.
 
-    Works under `jax.jit`, `jax.grad`, `jax.vjp` and `jax.vmap`.
+    And in arrays that `score_mod` reads. Works under `jax.jit`, `jax.grad`,
+    `jax.vjp` and `jax.vmap`.
 
     Parameters
     ----------
@@ -135,8 +138,9 @@ def weight_sums(
 ) -> jax.Array:
     """How much weight each key gets from all queries, or from some.
 
-    Differentiable in `q`, `k`, `lse` and `row_weights`. Works under
-    `jax.jit`, `jax.grad`, `jax.vjp` and `jax.vmap`.
+    Differentiable in `q`, `k`, `lse`, `row_weights` and arrays that
+    `score_mod` reads. Works under `jax.jit`, `jax.grad`, `jax.vjp` and
+    `jax.vmap`.
 
     Parameters
     ----------
@@ -203,8 +207,8 @@ def entropy(
 ) -> jax.Array:
     """The entropy of each query's weights, in nats.
 
-    Differentiable in `q`, `k` and `lse`. Works under `jax.jit`, `jax.grad`,
-    `jax.vjp` and `jax.vmap`.
+    Differentiable in `q`, `k`, `lse` and arrays that `score_mod` reads. Works
+    under `jax.jit`, `jax.grad`, `jax.vjp` and `jax.vmap`.
 
     Parameters
     ----------
@@ -362,35 +366,44 @@ def _readout(name: str, names: Names, asked: Asked, arrays: list[Any]) -> Any:
 
 
 def _forward(name: str, names: Names, asked: Asked, arrays: Any) -> Any:
-    moved = {
+    moved = [
         each for each, x in zip(names, arrays, strict=True) if x.perturbed
-    }
-    for each in moved.difference(_MOVED):
-        raise UnsupportedError(
-            f"{each} is differentiated, expected one of {', '.join(_MOVED)}: "
-            f"cuflash.jax.{name} has no gradient of {each} (pass "
-            f"jax.lax.stop_gradient({each}))"
-        )
+    ]
+    for each in moved:
+        if each not in _MOVED and not is_named(each):
+            raise UnsupportedError(
+                f"{each} is differentiated, expected one of "
+                f"{', '.join(_MOVED)}, an array of score_mod: "
+                f"cuflash.jax.{name} has no gradient of {each} (pass "
+                f"jax.lax.stop_gradient({each}))"
+            )
     values = [x.value for x in arrays]
-    wants_rows = "row_weights" in moved
-    return _readout(name, names, asked, values), (values, wants_rows)
+    # Names are keys: part of the structure, not arrays that may be traced.
+    saved = values, dict.fromkeys(moved)
+    return _readout(name, names, asked, values), saved
 
 
 def _backward(
     name: str, names: Names, asked: Asked, saved: Any, cotangent: Any
 ) -> Any:
-    arrays, wants_rows = saved
+    arrays, moved = saved
     if isinstance(cotangent, SymbolicZero):
         return ([None] * len(arrays),)
     direction = f"{name}_backward"
     asked = _for(direction, asked)
-    if wants_rows:
+    moving = list(_MOVED[:3])
+    if "row_weights" in moved:
         asked = (*asked, ("return_drow_weights", True))
+        moving.append("row_weights")
+    scored = functions.scored(names, dict(asked))
+    read = [x for x in names if x in moved and x in scored]
+    if read:
+        asked = (*asked, gradients_of(read))
     found = readout_p.bind(
         cotangent, *arrays, direction=direction,
         names=(COTANGENTS[name], *names), asked=asked,
     )  # fmt: skip
-    named = dict(zip(_MOVED, found, strict=False))
+    named = dict(zip((*moving, *read), found, strict=True))
     return ([named.get(each) for each in names],)
 
 

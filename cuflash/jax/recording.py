@@ -151,6 +151,11 @@ class Recorder:
             self.zeroed.append((array.slot, array.nbytes))
         return array
 
+    def rows(
+        self, shape: tuple[int, ...], dtype: Any, zero: bool = False
+    ) -> Abstract:
+        return self.zeros(shape, dtype) if zero else self.empty(shape, dtype)
+
     def copy(self, target: Abstract, source: Abstract) -> None:
         """XLA converts dtypes: the result is the source, unconverted."""
         assert self.created[-1] is target and target.shape == source.shape

@@ -23,8 +23,9 @@ from cuflash.launch.results import (
 )
 from cuflash.launch.run import LaunchedForward
 from cuflash.launch.structs import pointers_of
+from cuflash.launch.widened import in_float32, on_copies
 from cuflash.plans.plan import FamilyName
-from cuflash.request import layouts, traced
+from cuflash.request import layouts, options, traced
 from cuflash.request.problem import Call, Layout, Problem, Signature
 
 
@@ -35,12 +36,19 @@ def forward(call: Call, backend: Backend) -> tuple[Any, ...]:
     if launched is not None:
         given = call.given
         return launched.run((given["q"], given["k"], given["v"]), backend)
+    return _forward(call, backend)
+
+
+@on_copies
+def _forward(call: Call, backend: Backend) -> tuple[Any, ...]:
+    """As `forward`, of any call."""
+    signature, target = call.signature, backend.target
     p, out, lse = signature.problem, call.out, None
     lse_shape = lse_shape_of(p)
     with backend.current():
         if out is None:
             dtype = signature.layouts["q"].dtype
-            out = backend.empty(out_shape_of(p), dtype)
+            out = backend.rows(out_shape_of(p), dtype)
         if signature.return_lse:
             lse = backend.empty(lse_shape, p.lse_dtype)
         results = {"out": out, "lse": lse}
@@ -59,6 +67,8 @@ def launched_forward(
 ) -> LaunchedForward | None:
     """A signature's forward call, None if it is more than a launch."""
     if "out" in signature.layouts or 0 in lse_shape_of(signature.problem):
+        return None
+    if in_float32(signature, target, family) is not None:
         return None
     recipe = _forward_recipe(signature, target, family, False)
     pointers = pointers_of(recipe.template.kind)
@@ -86,6 +96,7 @@ def _forward_recipe(
     )
 
 
+@on_copies
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
     signature, target = call.signature, backend.target
@@ -145,8 +156,13 @@ def gradients_of(p: Problem) -> tuple[str, ...]:
     return (
         *("dq", "dk", "dv"),
         *(name for name in wanted if wanted[name]),
-        *(f"dmods[{i}]" for i in p.return_dmod),
+        *dmods_of(p),
     )
+
+
+def dmods_of(p: Problem) -> tuple[str, ...]:
+    """The names of the gradients of `mod_arrays` that are wanted."""
+    return tuple(f"dmods[{i}]" for i in p.return_dmod)
 
 
 def have_pairs(p: Problem) -> bool:
@@ -158,22 +174,33 @@ def have_pairs(p: Problem) -> bool:
 def new_gradients(call: Call, backend: Backend) -> dict[str, Any]:
     """The user's gradients in full rank, or new ones, in order."""
     p, dtype = call.problem, call.signature.layouts["q"].dtype
-    new = backend.empty if have_pairs(p) else backend.zeros
-    found = {**call.gradients}
-    shapes = gradient_shapes_of(p)
-    results = {
-        name: found[name] if name in found else new(shape, dtype)
-        for name, shape in shapes.items()
-    }
-    if p.return_dbias:  # zeros: kernels add to it
+    zero = not have_pairs(p)
+    results: dict[str, Any] = {**call.gradients}
+    for name, shape in gradient_shapes_of(p).items():
+        given = results.pop(name, None)
+        if given is None:
+            given = backend.rows(shape, dtype, zero)
+        results[name] = given
+    if p.return_dbias:
         shape = call.options["bias"].shape
-        results["dbias"] = backend.zeros(shape, p.lse_dtype)
+        # Kernels add to it, else.
+        stored = options.stores_dbias(p) and have_pairs(p)
+        of_bias = backend.empty if stored else backend.zeros
+        results["dbias"] = of_bias(shape, p.lse_dtype)
     if p.return_dsink:
+        new = backend.zeros if zero else backend.empty
         results["dsink"] = new((p.num_heads_q,), p.lse_dtype)
-    for i in p.return_dmod:
-        shape = call.signature.options[traced.slot(i)].shape
-        results[f"dmods[{i}]"] = backend.zeros(shape, p.lse_dtype)
-    return results
+    return results | zeros_of_arrays(call, backend)
+
+
+def zeros_of_arrays(call: Call, backend: Backend) -> dict[str, Any]:
+    """Sums for the gradients of `mod_arrays`, by name."""
+    p, given = call.problem, call.signature.options
+    shapes = {i: given[traced.slot(i)].shape for i in p.return_dmod}
+    return {
+        f"dmods[{i}]": backend.zeros(shape, p.lse_dtype)
+        for i, shape in shapes.items()
+    }
 
 
 def returned(

@@ -11,7 +11,7 @@ from cuflash.request.problem import Call, Layout
 
 def new_array(layout: Layout, backend: Backend) -> Any:
     """A new array with a layout that `layouts.new` returned."""
-    rows = backend.empty(layouts.allocated(layout), layout.dtype)
+    rows = backend.rows(layouts.allocated(layout), layout.dtype)
     return rows[..., : layout.shape[-1]]
 
 
@@ -28,19 +28,19 @@ def readable(name: str, layout: Layout, call: Call, backend: Backend) -> Any:
     name : of an input, an option, or ``q_dot``: a tangent.
     """
     if name in call.given:
-        return _copied(layout, call.arrays[name], backend)
+        return copied(layout, call.arrays[name], backend)
     if name in call.options:
         return _copied_option(layout, call.options[name], backend)
     moves = name.removesuffix("_dot")
     view = call.directions[moves]
     if moves in "qkv":
-        return _copied(layout, view, backend)
+        return copied(layout, view, backend)
     missing = (1,) * (len(layout.shape) - view.ndim)
     view = view.reshape(view.shape[:1] + missing + view.shape[1:])
     return _copied_option(layout, view, backend)
 
 
-def _copied(layout: Layout, array: Any, backend: Backend) -> Any:
+def copied(layout: Layout, array: Any, backend: Backend) -> Any:
     """A copy of an array in full rank, with a layout of `layouts.new`."""
     copy = new_array(layout, backend)
     backend.copy(copy, array)

@@ -31,6 +31,7 @@ from cuflash.launch.results import (
     out_shape_of,
 )
 from cuflash.launch.run import run
+from cuflash.launch.widened import on_copies
 from cuflash.plans.expression import has_expression
 from cuflash.plans.plan import FamilyName, Plan
 from cuflash.plans.record import Family
@@ -43,6 +44,7 @@ _NO_GRADIENTS: dict[str, Any] = {
 }
 
 
+@on_copies
 def jvp(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a jvp call: out, lse, out_dot and lse_dot in full rank.
 
@@ -88,6 +90,7 @@ def _run_jvp(call: Call, backend: Backend, results: dict[str, Any]) -> None:
         run(recipe, call, backend, results)
 
 
+@on_copies
 def double_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a double_backward call: d2q, d2k, d2v and ddout in full rank.
 

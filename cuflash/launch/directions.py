@@ -117,8 +117,8 @@ DIRECTIONS = {
             "q", "k", "lse", *READOUT_ARRAYS, "cotangent", *options.ARRAYS,
             *_MOD_ARRAYS,
         ),
-        ("result", "dq", "dk", "dlse", "drow_weights"),
-        (*_PREPARED, "maxima"),
+        ("result", "dq", "dk", "dlse", "drow_weights", *_DMODS),
+        (*_PREPARED, "maxima", *_DMOD_SUMS),
         ("seed", *_MOD_NUMBERS),
     ),
     "kvcache": Direction(

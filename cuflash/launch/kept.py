@@ -24,7 +24,7 @@ def run_keeping(
         run(recipe, call, backend, results)
         return
     queue = backend.queue()
-    key = (*keeps.key, backend.target, queue)
+    key = (keeps.key, backend.target, queue)
     memory = None if queue is None else call.kept.get(key)
     if memory is not None:
         run(keeps.again, call, backend, results, memory)

@@ -175,7 +175,7 @@ DIRECTIONS: dict[str, tuple[str, tuple[Part, ...]]] = {
             _DLSE,
         ),
     ),
-    "readout": ("ReadoutArguments", (_OPTIONS, _EXPRESSION)),
+    "readout": ("ReadoutArguments", (_OPTIONS, _EXPRESSION, _DMODS)),
     "kvcache": (
         "ForwardArguments",
         (

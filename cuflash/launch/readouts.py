@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from cuflash.backends.base import Backend, Target
-from cuflash.launch.attention import have_pairs
+from cuflash.launch.attention import (
+    dmods_of,
+    have_pairs,
+    returned,
+    zeros_of_arrays,
+)
 from cuflash.launch.recipe import (
     Recipe,
     decide,
@@ -19,6 +24,7 @@ from cuflash.launch.recipe import (
 )
 from cuflash.launch.results import gradient_shapes_of, lse_shape_of
 from cuflash.launch.run import run
+from cuflash.launch.widened import on_copies
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts, options
 from cuflash.request.problem import (
@@ -31,6 +37,7 @@ from cuflash.request.problem import (
 from cuflash.request.readout import cotangent_of, weights_shape
 
 
+@on_copies
 def readout(call: Call, backend: Backend) -> Any:
     """Run a call of `problem.READOUTS`: its result in full rank."""
     signature, target = call.signature, backend.target
@@ -93,10 +100,12 @@ def _numbers(p: Problem, read: Mapping[str, Layout]) -> dict[str, Any]:
 # ---- Gradients ----
 
 
+@on_copies
 def readout_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a call of `problem.READOUT_GRADIENTS`: dq, dk, dlse in full rank.
 
-    Then drow_weights, with the shape that the user passed, if wanted.
+    Then drow_weights, with the shape that the user passed, and the gradients
+    of `mod_arrays`, as wanted.
     """
     signature, target = call.signature, backend.target
     p, dtype = signature.problem, signature.layouts["q"].dtype
@@ -109,12 +118,13 @@ def readout_backward(call: Call, backend: Backend) -> tuple[Any, ...]:
         results["dlse"] = new(lse_shape_of(p), p.lse_dtype)
         if p.readout.return_drow_weights:
             results["drow_weights"] = new(lse_shape_of(p), p.lse_dtype)
+        results |= zeros_of_arrays(call, backend)
         if have_pairs(p):
             recipe = _gradient_recipe(signature, target, target.family)
             run(recipe, call, backend, results)
-        dq, dk, dlse, *others = results.values()
-        own = (_summed(x, call) for x in others)
-        return dq, dk, dlse, *own
+        if p.readout.return_drow_weights:
+            results["drow_weights"] = _summed(results["drow_weights"], call)
+        return returned(call, backend, results)
 
 
 def _shapes_of(p: Problem) -> dict[str, tuple[int, ...]]:
@@ -156,6 +166,7 @@ def _gradient_recipe(
     writes = ["dq", "dk", "dlse"]
     if p.readout.return_drow_weights:
         writes.append("drow_weights")
+    writes += dmods_of(p)
     return recipe_of(
         signature, target, decided, given, taken, writes,
         _numbers(p, options.as_read(signature)), direction="readout",

@@ -99,14 +99,14 @@ class Keeps:
     ----------
     nbytes : tuple of int
         Bytes of the buffers, whose addresses follow those of the workspace.
-    key : tuple
-        What they depend on, of a plan.
+    key : object
+        Stands for what they depend on, of a plan.
     again : Recipe
         That of a call for which they are filled already.
     """
 
     nbytes: tuple[int, ...]
-    key: tuple[Any, ...]
+    key: object
     again: Recipe
 
 
@@ -238,7 +238,14 @@ def recipe_of(
     later = after_found(decided)
     again = replace(recipe, decided=later, loaded=target.load(later))
     sizes = tuple(found[x].nbytes for x in kept)
-    return replace(recipe, keeps=Keeps(sizes, key_of_found(decided), again))
+    key = _standing_for(key_of_found(decided))
+    return replace(recipe, keeps=Keeps(sizes, key, again))
+
+
+@remembered
+def _standing_for(key: tuple[Any, ...]) -> object:
+    """One object for equal keys, whose hash takes as long as a launch."""
+    return object()
 
 
 def _bytes_of_sums(signature: Signature) -> dict[str, int]:

@@ -83,7 +83,7 @@ class LaunchedForward:
     ) -> tuple[Any, Any]:
         """out in full rank and, if wanted, lse; of q, k and v."""
         with backend.current():
-            out = backend.empty(*self.out)
+            out = backend.rows(*self.out)
             lse = backend.empty(*self.lse) if self.lse else None
             addresses = (
                 *backend.address(inputs),

@@ -382,6 +382,9 @@ DoubleBackwardWgmmaArguments = _composed(
     "As DoubleBackwardArguments. Maps have boxes of 64 columns and a tile's"
     " rows.",
 )
+DoubleBackwardWgmmaExpressionArguments = _composed(
+    "double_backward", "maps expression"
+)
 BackwardWgmmaArguments = _composed(
     "backward",
     "maps",

@@ -46,6 +46,14 @@ def sums_exactly(problem: Problem) -> bool:
     return problem.deterministic and bool(problem.return_dmod)
 
 
+def keys_in_order(problem: Problem) -> bool:
+    """Whether the columns of a kernel's tiles are neighbouring keys.
+
+    Keys that the gradient of `weights` chooses are not.
+    """
+    return problem.readout is None or problem.readout.keys is None
+
+
 # The words of score/exact_sums.cuh by the sums' dtype.
 _WORDS = {"float32": 13, "float64": 89}
 
@@ -189,6 +197,7 @@ def _with_text(problem: Problem, kernel: KernelPlan) -> KernelPlan:
         max(problem.seqlen_q, problem.seqlen_k) <= SHORT,
         sums_exactly(problem),
         _moves(problem) if "SCORE_MOD" in has else None,
+        "DMOD" in has and not keys_in_order(problem),
     )
     sums = _OF_GRADIENTS if "DMOD" in has else ""
     return replace(kernel, expression=_INCLUDES + sums + own)

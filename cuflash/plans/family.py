@@ -121,6 +121,26 @@ def family_of(
     return family if _has_kernels(problem, family) else "simt"
 
 
+def in_float32(
+    problem: Problem, device: Device, wanted: FamilyName | None = None
+) -> bool:
+    """Whether a 16-bit call runs on copies in float32 (launch/widened.py).
+
+    Where tensor cores lack its dtype: fma's register tiles take a fraction
+    of the time of simt's kernels, which read 16 bits.
+    """
+    if not _has_sixteen_bits(problem) or device.multiplies(problem.dtype):
+        return False
+    sized = problem.block_q is not None or problem.block_k is not None
+    if sized or wanted == "simt":
+        return False
+    wide = replace(problem, dtype="float32")
+    return (
+        family_of(problem, device, wanted) == "simt"
+        and family_of(wide, device, wanted) == "fma"
+    )
+
+
 def _derivative_family(
     problem: Problem, device: Device, family: FamilyName
 ) -> FamilyName:
@@ -276,11 +296,13 @@ def _sm80_runs(problem: Problem, device: Device) -> bool:
 
 
 def _fma_runs(problem: Problem, device: Device) -> bool:
-    """Needs float32, cp.async and shared memory for some tile."""
-    return (
-        problem.dtype == "float32"
-        and device.capability >= 80
-        and any(legal_tiles(problem, device, "fma"))
+    """Needs float32 and shared memory for some tile.
+
+    On sm_75 for one of the requested sizes: where few fit, simt has others.
+    """
+    return problem.dtype == "float32" and any(
+        has_sizes(tile, problem) or not device.copies_at_once
+        for tile in legal_tiles(problem, device, "fma")
     )
 
 
@@ -349,6 +371,8 @@ def legal_tiles(
 
 def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
     if family == "decode" and device.copies_at_once != (tile.num_stages == 1):
+        return False
+    if family == "fma" and fma.is_small(tile) and not device.copies_at_once:
         return False
     maker = maker_of(problem, family)
     most = shared_bytes_of_block(device, tile.blocks_per_sm)

@@ -79,6 +79,15 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
+def is_small(tile: Tile) -> bool:
+    """Whether a backward tile is for 64 KiB alone, as sm_75 has.
+
+    Where a block has more, larger tiles fit, and three warps or a lane's one
+    score at a time would leave multipliers idle.
+    """
+    return tile.num_warps == 3 or tile.block_q == 8
+
+
 def shares_evenly(problem: Problem, tile: Tile) -> bool:
     """Whether all lanes get as much of each product of a backward pass."""
     return steps.shares_evenly(

@@ -18,6 +18,7 @@ from cuflash.plans.family import (
     check_splits,
     family_of,
     has_sizes,
+    in_float32,
     is_legal,
     legal_tiles,
     maker_of,
@@ -45,8 +46,8 @@ from cuflash.request.problem import Problem
 __all__ = [
     "OLDEST", "SHARED_KIB", "Device", "FamilyName", "KernelPlan", "Launch",
     "Plan", "StaticSchedule",
-    "check", "default_plans", "device_of_arch", "family_of", "is_legal",
-    "legal_tiles", "main_file", "occupancy", "plan", "tuned_by",
+    "check", "default_plans", "device_of_arch", "family_of", "in_float32",
+    "is_legal", "legal_tiles", "main_file", "occupancy", "plan", "tuned_by",
     "wanted_family",
 ]  # fmt: skip
 

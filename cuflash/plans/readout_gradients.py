@@ -14,6 +14,7 @@ from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
 
 from . import readouts
+from .expression import keys_in_order
 from .kernel import Constant, Device, KernelPlan, Launch, Maker, Plan
 from .readouts import PAIRS, Shape
 from .record import FamilyName
@@ -31,6 +32,7 @@ from .steps import (
     option_launches,
     query_tiles,
     sections,
+    without_sums,
 )
 
 # Registers, of 255, for a thread's scores and sums; of doubles, whose
@@ -93,8 +95,9 @@ def _kernel(
         ("REDUCE_MAX", asked.reduce == "max"),
         ("ROW_WEIGHTS", asked.row_weights),
         ("CHOSEN", asked.chosen),
+        ("KEYS_IN_ORDER", keys_in_order(problem)),
     )
-    return kernel_of(
+    kernel = kernel_of(
         problem, tile, family, (d, d),
         _shared_of_gradients(family, problem, tile),
         ("NUM_STAGES", tile.num_stages),
@@ -102,6 +105,7 @@ def _kernel(
         *pairs.constants(problem, tile), *own,
         name="readout_gradients", ptxas_level=tile.ptxas_level,
     )  # fmt: skip
+    return without_sums(kernel) if of_keys else kernel
 
 
 def _plan(

@@ -35,6 +35,7 @@ from .steps import (
     query_tiles,
     sections,
     tile_bytes,
+    without_sums,
 )
 
 # Registers, of 255, for a thread's scores, and for its fixed rows, if it keeps
@@ -235,13 +236,14 @@ def _kernel(
         )
     elif name == "weights":
         own = (("Result", ELEMENTS.get(asked.dtype, asked.dtype)),)
-    return kernel_of(
+    kernel = kernel_of(
         problem, tile, family, (d, d), shared_bytes(family, problem, tile),
         ("NUM_STAGES", tile.num_stages),
         ("DETERMINISTIC", False),  # sums of dQ, which there are not
         *pairs.constants(problem, tile), *own, name=name,
         ptxas_level=tile.ptxas_level,
     )  # fmt: skip
+    return without_sums(kernel) if finds_query else kernel
 
 
 def _blocks_of_keys(problem: Problem, tile: Tile) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.options import acts
@@ -34,6 +32,7 @@ from .steps import (
     option_launches,
     query_tiles,
     tile_bytes,
+    without_sums,
 )
 
 _MOST_HEAD_DIM = 512
@@ -146,12 +145,7 @@ def _kernel(
         ("DLSE", problem.dlse),
         part="_passes", ptxas_level=tile.ptxas_level,
     )  # fmt: skip
-    if which == _DQ:
-        return kernel
-    # Gradients of scores are summed once.
-    once = {"DBIAS": False, "DMOD": False}
-    constants = tuple((x, once.get(x, y)) for x, y in kernel.constants)
-    return replace(kernel, constants=constants)
+    return kernel if which == _DQ else without_sums(kernel)
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:

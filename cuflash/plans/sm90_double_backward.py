@@ -1,9 +1,13 @@
-"""The plan of a double backward by wgmma: plain 16-bit calls, on Hopper."""
+"""The plan of a double backward by wgmma: 16-bit types, on Hopper.
+
+Without options but a user's score.
+"""
 
 from __future__ import annotations
 
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
+from cuflash.request import mod_tangents
 from cuflash.request.problem import Problem
 
 from .kernel import Device, KernelPlan, Launch, Maker, Plan
@@ -16,14 +20,18 @@ from .sm90 import (
     heads_innermost,
     rows_kernel,
     runs_derivatives,
+    score_bends,
 )
 from .steps import (
     count_tiles,
     delta_buffers,
+    has_lse_rests,
     heads_per_section,
     kernel_of,
     key_tiles,
     last_section,
+    lse_rest_buffers,
+    lse_rest_launches,
     query_tiles,
     rounding_launch,
     tile_bytes,
@@ -41,13 +49,24 @@ _RECOMPUTE_TILE = Tile(16, 32, 4), Tile(32, 16, 4)
 
 
 def runs(problem: Problem, device: Device) -> bool:
-    """Whether the kernel supports the problem."""
+    """Whether the kernel supports the problem: no option but a user's score.
+
+    A user's mask hides tiles, which it does not skip. What the score reads
+    has no second gradient and does not move.
+    """
     # It stores rows of d2k and d2q 16 bytes at a time, too.
-    return runs_derivatives(problem, device) and problem.head_dim % 8 == 0
+    return (
+        runs_derivatives(problem, device, ("score_mod",))
+        and problem.tangents is not None
+        and not mod_tangents.slots_of(problem.tangents.of)
+        and not problem.return_dmod
+        and problem.head_dim % 8 == 0
+    )
 
 
-def _rows_bytes(tile: Tile) -> int:
-    return tile.block_q * _ROW_BYTES + _ROWS_BYTES
+def _rows_bytes(problem: Problem, tile: Tile) -> int:
+    rest = 4 if has_lse_rests(problem) else 0
+    return tile.block_q * (_ROW_BYTES + rest) + _ROWS_BYTES
 
 
 def _shared_of(problem: Problem, tile: Tile, q_stages: int) -> int:
@@ -61,7 +80,7 @@ def _shared_of(problem: Problem, tile: Tile, q_stages: int) -> int:
     return round_up(
         2 * keys
         + q_stages * q
-        + tile.num_stages * (others + weights + _rows_bytes(tile))
+        + tile.num_stages * (others + weights + _rows_bytes(problem, tile))
         + barriers * MBARRIER_BYTES
         + 2 * _WORK_BYTES,
         1024,
@@ -93,7 +112,7 @@ def _main(
         ("HEADS_INNERMOST", heads_innermost(problem)),
         ("STAGES", tile.num_stages),
         ("Q_STAGES", q_stages),
-        ("SCORE_BENDS", False),
+        ("SCORE_BENDS", score_bends(problem)),
         ptxas_level=tile.ptxas_level,
     )  # fmt: skip
 
@@ -121,7 +140,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     rows = rows_kernel(
         problem, tile, "second_rows", d,
         ("DQ_SEMAPHORES", semaphores), ("INTEGER_DQ", False),
-        options=("SEGMENTS",),
+        options=("SCORE_MOD",),
     )  # fmt: skip
     q_tiles = query_tiles(problem, tile.block_q)
     tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
@@ -143,6 +162,7 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         "sm90",
         tile,
         (
+            *lse_rest_launches(problem, "sm90"),
             Launch(rows, q_tiles),
             Launch(
                 _main(problem, device, tile, semaphores),
@@ -156,8 +176,9 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads_per_section=heads,
         last_section=last,
         workspace=(
+            *lse_rest_buffers(problem),
             *delta_buffers(problem),
-            Buffer("query_rows", _rows_bytes(tile), q_tiles),
+            Buffer("query_rows", _rows_bytes(problem, tile), q_tiles),
             Buffer("dq_sum", 4, q_tiles * tile.block_q * d),
             Buffer("tile_counter", 4, 1),
             Buffer("recompute_flags", 4, k_tiles + q_tiles),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple, TypedDict
 
 from cuflash.plans.tiles import Tile
@@ -568,7 +569,7 @@ def rounding_launch(
             ("NUM_WARPS", num_warps),
             ("SCORE_WARPS_Q", tile.score_warps_q),
             ("SHARED_BYTES", shared),
-            *(constant for constant in flags if constant[0] != "DBIAS"),
+            *(x for x in flags if x[0] not in ("DBIAS", "STORES_DBIAS")),
             ("RECOMPUTES", recomputes),
             ("CAUSAL", recomputes and problem.causal),
             ("DQ_SEMAPHORES", semaphores if recomputes else 0),
@@ -698,6 +699,13 @@ def kernel_of(
         shared_bytes=shared,
         ptxas_level=ptxas_level,
     )
+
+
+def without_sums(kernel: KernelPlan) -> KernelPlan:
+    """The kernel, not adding up gradients of scores: another one does."""
+    once = {"DBIAS": False, "DMOD": False}
+    constants = tuple((x, once.get(x, y)) for x, y in kernel.constants)
+    return replace(kernel, constants=constants)
 
 
 def main_kernel(

@@ -223,6 +223,17 @@ _fma_gradients = partial(
     _gradients, (128, 112, 96, 64, 32, 16), (64, 32, 16), (8, 4),
     (4, 2, 8, 1), (2, 4, 1),
 )  # fmt: skip
+
+
+def _fma_backward() -> Iterator[Tile]:
+    yield from _fma_gradients()
+    # For 64 KiB: three warps share head_dim 96, few queries leave room.
+    yield from _gradients((48,), (16,), (3,), (3,), (1,))
+    yield from _gradients((8,), (32, 16), (4,), (2,), (2, 1))
+    # Narrow heads, few keys: a warp has 16 keys and 32 columns at least.
+    yield from _gradients((128, 64, 32), (32,), (2,), (2, 1), (2, 1))
+
+
 _mma8_rows = partial(_rows, (128, 64, 32, 16), (64, 32, 16))
 _mma8_double_backward = partial(
     _gradients, (64, 32, 16), (64, 32, 16), (8, 4, 2), (4, 2, 1), (4, 2, 1)
@@ -284,7 +295,7 @@ _CANDIDATES: dict[tuple[str, str], Callable[[], Iterator[Tile]]] = {
     ("fma", "jvp"): partial(
         _rows, (128, 64, 32, 16), (64, 48, 32, 16), (8, 4, 2), (1, 2)
     ),
-    ("fma", "backward"): _fma_gradients,
+    ("fma", "backward"): _fma_backward,
     ("fma", "double_backward"): _fma_gradients,
     ("mma8_float64", "forward"): _float64_forward,
     ("mma8_float64", "jvp"): partial(_mma8_rows, (8, 4, 2, 1)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,11 @@ def allocated(layout: Layout) -> tuple[int, ...]:
     """The shape to allocate for a layout of `new`, with whole rows."""
     width = layout.strides[-2] // layout.dtype.itemsize
     return (*layout.shape[:-1], width)
+
+
+def converted(layout: Layout, dtype: str) -> Layout:
+    """The layout of a copy in another dtype, with rows aligned to 16 bytes."""
+    return _with_aligned_rows(replace(layout, dtype=np.dtype(dtype)))
 
 
 def _with_aligned_rows(layout: Layout) -> Layout:

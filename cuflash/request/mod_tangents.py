@@ -93,6 +93,11 @@ def gradients_of(
     return argument, tuple(map(name_of, read))
 
 
+def with_gradients(asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arrays of `gradients_of` among arguments, by their names there."""
+    return tuple(map(named, asked.get("return_dmod", ())))
+
+
 def tangents_named(
     tangents: Mapping[str, Any], names: Mapping[str, str], argument: str
 ) -> dict[str, Any]:

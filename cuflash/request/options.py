@@ -255,6 +255,8 @@ MOVED = ("q", "k", "v", *DIFFERENTIABLE)
 # `forward_kvcache`.
 FORWARD = tuple(x.name for x in TABLE if not x.of_gradients)
 BACKWARD = tuple(BY_NAME)
+# Of the gradients of readouts: a loss reaches a bias and a sink by lse alone.
+READOUT_BACKWARD = *FORWARD, "return_dmod"
 UNTRACED = tuple(x for x in FORWARD if not BY_NAME[x].traced)
 TRACED = frozenset(x.name for x in TABLE if x.traced)
 KVCACHE = tuple(x.name for x in TABLE if x.with_caches)
@@ -303,6 +305,21 @@ def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
     return (
         *((row.flag, row.is_in(problem)) for row in TABLE if row.flag),
         ("LARGE_SOFTCAP", large),
+        ("STORES_DBIAS", stores_dbias(problem)),
+    )
+
+
+def stores_dbias(problem: Problem) -> bool:
+    """Whether kernels store a bias's gradient instead of adding to it.
+
+    Each element then has one pair, and kernels visit all pairs.
+    """
+    return (
+        problem.return_dbias
+        and problem.direction == "backward"
+        and not (problem.bias_is_broadcast or problem.causal)
+        and problem.score_mod is None
+        and "tiles" not in acts(problem)
     )
 
 

@@ -350,9 +350,19 @@ def by_slots(
     order : iterable of str, optional
         A call's arrays, in the order of slots; by default these.
     """
-    names = filter(is_slot, arrays if order is None else order)
-    slots = {x: slot(i) for i, x in enumerate(names)}
-    return {slots.get(x, x): y for x, y in arrays.items()}
+    if not arrays:
+        return {}
+    names = tuple(arrays)
+    slots = _in_slots(names, names if order is None else tuple(order))
+    return dict(zip(slots, arrays.values(), strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_slots(
+    names: tuple[str, ...], order: tuple[str, ...]
+) -> tuple[str, ...]:
+    slots = {x: slot(i) for i, x in enumerate(filter(is_slot, order))}
+    return tuple(slots.get(x, x) for x in names)
 
 
 def of_slots(

@@ -25,8 +25,8 @@ from .checks import check_tensors, have_tangents
 from .functions import Functions
 from .gradients import Attention
 from .ops import attention as by_operator
-from .request import Request
-from .tracing import is_traced
+from .repeated import Numbers, request_of
+from .tracing import is_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -148,17 +148,56 @@ def attention(
     program: Any = None
     arrays: dict[str, Any] = {}
     if options or positional:
-        numbers, arrays = split_options(_NAME, options, positional)
-        if not TRACED.isdisjoint(numbers):
+        plain, arrays = split_options(_NAME, options, positional)
+        if not TRACED.isdisjoint(plain):
             if torch.compiler.is_compiling():
-                program = compiled_functions.taken(numbers, arrays, q)
+                program = compiled_functions.taken(plain, arrays, q)
             else:
-                own = functions.taken(numbers, arrays, q)
-        given = numbers | arrays
-        if own is not None:
-            arrays |= own.arrays
+                own = functions.taken(plain, arrays, q)
+        given = plain | arrays
+    numbers = scale, causal, block_q, block_k, precision, num_splits
+    return attend(
+        q, k, v, return_lse, numbers, deterministic, given, arrays, own,
+        program,
+    )  # fmt: skip
+
+
+_NUMBERS = (
+    "scale", "causal", "block_q", "block_k", "precision", "num_splits",
+)  # fmt: skip
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    return_lse: Any,
+    numbers: Numbers,
+    deterministic: Any = False,
+    given: dict[str, Any] | None = None,
+    arrays: dict[str, torch.Tensor] | None = None,
+    own: Functions | None = None,
+    program: Any = None,
+    by_heads: bool = False,
+) -> Any:
+    """`attention`, whose options are taken apart.
+
+    Parameters
+    ----------
+    q, k, v, return_lse, deterministic
+    numbers : tuple
+        The arguments of `_NUMBERS`.
+    given, arrays : dict or None
+        The options, and the tensors among them.
+    own : Functions or None
+        A user's.
+    program : tuple or None
+        The same, as an operator takes them, in code that is compiled.
+    by_heads : bool, optional
+        Whether q, k, v and out are (batch, heads, seqlen, head_dim).
+    """
     if torch.are_deterministic_algorithms_enabled():
-        bias = options.get("bias")
+        bias = given.get("bias") if given else None
         deterministic = deterministic or not _only_warns(bias)
     # Compiled code checks each name that it has read again at each call: here
     # it reads as few as it can.
@@ -167,48 +206,66 @@ def attention(
     if compiling:
         to_cast = torch.is_autocast_enabled(q.device.type)
     else:
-        inputs = {"q": q, "k": k, "v": v, **arrays}
+        inputs = {"q": q, "k": k, "v": v}
+        if arrays:
+            inputs |= arrays
+        if own is not None:
+            inputs |= own.arrays
         check_tensors(inputs)
-        to_cast = autocast.is_on(q)
-        inside = torch._C._are_functorch_transforms_active()
-        transformed = inside or (
+        to_cast = torch._C._is_any_autocast_enabled() and autocast.is_on(q)
+        transformed = torch._C._are_functorch_transforms_active() or (
             forward_ad._current_level >= 0 and have_tangents(inputs)
         )
     if to_cast:
         q, k, v, given = autocast.cast(q, k, v, given)
+    traced = compiling or (not transformed and is_seen(q, k, v))
+    if by_heads and (traced or transformed):
+        others = numbers, deterministic, given, arrays, own, program
+        return _by_views(q, k, v, return_lse, *others)
     with_grad = False
     if (given or not compiling) and not transformed:
         with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given, own)
-    if compiling or (not transformed and is_traced(q, k, v)):
+    if traced:
         if own is not None:
             program = own.as_program()
+        named = dict(zip(_NUMBERS, numbers, strict=True))
         return by_operator(
             q, k, v, return_lse, given, program,
-            scale=scale, causal=causal, block_q=block_q, block_k=block_k,
-            precision=precision, num_splits=num_splits,
-            deterministic=deterministic,
+            deterministic=deterministic, **named,
         )  # fmt: skip
     if given and given.get("dropout") and "seed" not in given:
-        if transformed and inside:
-            raise UnsupportedError(
-                "dropout is given without seed inside a transform of "
-                "torch.func, expected seed too: no seed is drawn there"
-            )
-        given["seed"] = random.draw()
-    request = Request(
-        scale, causal, block_q, block_k, precision, num_splits, deterministic,
-        given, own,
-    )  # fmt: skip
+        given["seed"] = _seed_of(transformed)
+    request = request_of(numbers, deterministic, given, own, by_heads)
+    if not (transformed or with_grad):
+        found = request.forward(q, k, v, return_lse)
+        return found if return_lse else found[0]
+    wanted = checks.flag("return_lse", return_lse)
     if transformed:
-        wanted = checks.flag("return_lse", return_lse)
         return transforms.attention(request, wanted, q, k, v)
-    if with_grad:
-        return Attention.apply(
-            request, checks.flag("return_lse", return_lse), q, k, v,
-            *map(request.tensors.get, request.moved),
-        )  # fmt: skip
-    results = request.forward(q, k, v, return_lse)
-    return results if return_lse else results[0]
+    moved = map(request.tensors.get, request.moved)
+    return Attention.apply(request, wanted, q, k, v, *moved)
+
+
+def _by_views(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> Any:
+    """`attend` of tensors by heads as views by tokens."""
+    found = attend(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *others
+    )
+    if isinstance(found, tuple):
+        return found[0].transpose(1, 2), found[1]
+    return found.transpose(1, 2)
+
+
+def _seed_of(transformed: bool) -> int:
+    """A seed that is drawn for a call."""
+    if transformed and torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "dropout is given without seed inside a transform of "
+            "torch.func, expected seed too: no seed is drawn there"
+        )
+    return random.draw()
 
 
 def _only_warns(bias: torch.Tensor | None) -> bool:
@@ -237,9 +294,9 @@ def needs_grad(
 ) -> bool:
     """Whether an input requires grad; UnsupportedError if one may not."""
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
-    if own is not None:
+    if not wanted and own is not None and own.graphs.moved:
         moved = (own.arrays[x] for x in own.graphs.moved)
-        wanted = wanted or any(x.requires_grad for x in moved)
+        wanted = any(x.requires_grad for x in moved)
     if not given:
         return wanted
     for name in ARRAYS:

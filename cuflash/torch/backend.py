@@ -52,6 +52,11 @@ class TorchBackend(by_cupy.CupyBackend):
         shape = tuple(shape)
         return _new(shape, _strides(shape), TORCH[dtype])
 
+    @functools.cached_property
+    def by_heads(self) -> _ByHeads:
+        """The same for tensors whose heads stand before their tokens."""
+        return _ByHeads(self)
+
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
         return torch.zeros(
             shape, dtype=TORCH[dtype], device=self.tensor_device
@@ -75,6 +80,28 @@ class TorchBackend(by_cupy.CupyBackend):
 
     def stream(self) -> int:
         return _stream(self.index)
+
+
+class _ByHeads(TorchBackend):
+    """A backend's device for (batch, heads, seqlen, head_dim) tensors."""
+
+    def __init__(self, base: TorchBackend) -> None:
+        vars(self).update(vars(base))
+
+    def rows(
+        self, shape: tuple[int, ...], dtype: Any, zero: bool = False
+    ) -> torch.Tensor:
+        if len(shape) != 4:
+            return super().rows(shape, dtype, zero)
+        new = _new(*_exchanged(*shape), TORCH[dtype])
+        return new.zero_() if zero else new
+
+
+@functools.lru_cache(maxsize=4096)
+def _exchanged(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of an array whose middle axes are exchanged."""
+    (a, b, c, d), strides = shape, _strides(shape)
+    return (a, c, b, d), (strides[0], strides[2], strides[1], strides[3])
 
 
 @functools.lru_cache(maxsize=4096)

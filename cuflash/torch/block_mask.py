@@ -7,6 +7,8 @@ the table says so.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from cuflash.api.tile_mask import TileMask, tile_mask
 from cuflash.errors import DTypeError, ShapeError, UnsupportedError, in_words
 
-from . import functions
+from . import block_slices, functions
 from .compiled_functions import Blocks, visible_in
 from .dtypes import to_numpy
 
@@ -34,7 +36,7 @@ class BlockMask:
     shape : tuple of int
         Batch, heads, queries, keys; 1 stands for any batch, any heads.
     BLOCK_SIZE : tuple of int
-        Queries and keys of a block of `sparsity` and `to_dense`; calls
+        Queries and keys of a block, as they are sliced and listed; calls
         choose tiles of their own.
     """
 
@@ -57,8 +59,89 @@ class BlockMask:
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """The numbers of queries and keys."""
+        """The numbers of queries and keys, which may be assigned."""
         return self.shape[2:]
+
+    @seq_lengths.setter
+    def seq_lengths(self, lengths: tuple[int, int]) -> None:
+        seqlen_q, seqlen_k = lengths
+        self.shape = *self.shape[:2], seqlen_q, seqlen_k
+
+    def numel(self) -> int:
+        """The number of pairs, visible or not."""
+        return math.prod(self.shape)
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """The mask of some batch elements, heads, blocks of queries.
+
+        Its `mask_mod` is this one's of what was chosen, counted from 0. All
+        axes stay; one batch element or head that is left stands for any.
+
+        Parameters
+        ----------
+        index : int, slice or Tensor of int, or tuple of up to three
+            Of a tensor on a CUDA device no index is checked.
+
+        Raises
+        ------
+        CuflashError
+        """
+        indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) > 3:
+            raise ShapeError(
+                f"a block mask is sliced by {len(indices)} indices, expected"
+                " up to three: batch, heads, blocks of queries"
+            )
+        indices = *indices, *(slice(None),) * (3 - len(indices))
+        batch, heads, seqlen_q, seqlen_k = self.shape
+        size = self.BLOCK_SIZE[0]
+        starts = range(0, max(seqlen_q, 1), size)
+        of_batch, of_heads = (
+            block_slices.chosen(x, axis, length)
+            for axis, (x, length) in enumerate(
+                zip(indices, (batch, heads), strict=False)
+            )
+        )
+        rows = block_slices.chosen(indices[2], 2, len(starts), size)
+        mask_mod = block_slices.sliced(
+            self.mask_mod, of_batch, of_heads, rows, size
+        )
+        if rows is not None:
+            seqlen_q = block_slices.queries_of(rows, starts, seqlen_q)
+        shape = (
+            batch if of_batch is None else of_batch.number,
+            heads if of_heads is None else of_heads.number,
+            *(seqlen_q, seqlen_k),
+        )
+        return BlockMask(mask_mod, shape, self.BLOCK_SIZE)
+
+    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
+        """Its parts, as torch's BlockMask has them, computed on the host.
+
+        `seq_lengths`; of blocks of which some pairs are visible how many each
+        row of blocks has, and their columns first, `kv_num_blocks` and
+        `kv_indices`; the same of blocks that are visible as a whole, then both
+        of columns of blocks; `BLOCK_SIZE`; `mask_mod`.
+
+        Parameters
+        ----------
+        flatten : bool
+            Whether lengths and sizes are numbers of the tuple, not tuples.
+        """
+        flags = torch.from_numpy(self.tiles().flags.copy())
+        flags = flags.expand(*self.shape[:2], *flags.shape[2:])
+        flags = _as_listed(flags, self.seq_lengths, self.BLOCK_SIZE)
+        lists = [
+            x
+            for of_rows in (flags, flags.transpose(-2, -1))
+            for kind in (1, 2)
+            for x in _listed(of_rows == kind)
+        ]
+        lengths: tuple[Any, ...] = self.seq_lengths
+        sizes: tuple[Any, ...] = self.BLOCK_SIZE
+        if not flatten:
+            lengths, sizes = (lengths,), (sizes,)
+        return *lengths, *lists, *sizes, self.mask_mod
 
     def __call__(self, *indices: Any) -> Any:
         """Call `mask_mod`."""
@@ -96,6 +179,23 @@ class BlockMask:
     def __repr__(self) -> str:
         name = getattr(self.mask_mod, "__name__", repr(self.mask_mod))
         return f"<BlockMask of {name}, shape {self.shape}>"
+
+
+def _as_listed(
+    flags: torch.Tensor, lengths: tuple[int, int], sizes: tuple[int, int]
+) -> torch.Tensor:
+    """The flags where torch counts pairs past the ends as masked ones."""
+    flags = flags.clone()
+    for axis, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+        if length % size:
+            flags.narrow(2 + axis, -1, 1).clamp_(max=1)
+    return flags
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks a row has, and its columns: those of these first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int(), order.int()
 
 
 # Arguments of torch's function that say how its blocks are listed.
@@ -174,8 +274,8 @@ class _Theirs:
     """The mask of a BlockMask of PyTorch's, and what it was made of."""
 
     def __init__(self, block_mask: Any) -> None:
-        self._parts = [(x, getattr(block_mask, x)) for x in _PARTS]
-        tensors = [x for _, x in self._parts if isinstance(x, torch.Tensor)]
+        self._parts = _parts_of(vars(block_mask))
+        tensors = [x for x in self._parts if isinstance(x, torch.Tensor)]
         self._versions = [(x, functions.version_of(x)) for x in tensors]
         self.shape = tuple(block_mask.shape)
         self.snapshot = functions.Snapshot(_with_table(block_mask))
@@ -186,9 +286,9 @@ class _Theirs:
 
     def is_of(self, block_mask: Any) -> bool:
         """Whether the block mask still is what it was."""
-        for name, part in self._parts:
-            if getattr(block_mask, name) is not part:
-                return False
+        parts = _parts_of(vars(block_mask))
+        if not all(map(operator.is_, parts, self._parts)):
+            return False
         for tensor, version in self._versions:
             if version is None or functions.version_of(tensor) != version:
                 return False
@@ -198,21 +298,22 @@ class _Theirs:
 # The attribute of a BlockMask of PyTorch's that holds its `_Theirs`, which may
 # lead to it: a table, even a weak one, would keep both.
 _KNOWN = "_cuflash_mask"
-_PARTS = (
+_parts_of = operator.itemgetter(
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "mask_mod", "seq_lengths", "BLOCK_SIZE",
 )  # fmt: skip
 
 
 def mask_of(
-    block_mask: Any, query: torch.Tensor, key: torch.Tensor
+    block_mask: Any, sizes: tuple[int, int, int, int]
 ) -> BlockMask | _Theirs | Blocks | _Mask | None:
     """The `mask_mod` of a call with a block mask; None without an effect.
 
     Parameters
     ----------
     block_mask : BlockMask, or torch's
-    query, key : Tensor, (batch, heads, seqlen, head_dim)
+    sizes : tuple of int
+        Batch, query heads, queries and keys of the call.
 
     Raises
     ------
@@ -223,12 +324,12 @@ def mask_of(
     """
     compiling = torch.compiler.is_compiling()
     if isinstance(block_mask, BlockMask):
-        _check_sizes(block_mask.shape, query, key)
+        _check_sizes(block_mask.shape, sizes)
         return block_mask.mask_mod if compiling else block_mask
     own = {} if compiling else getattr(block_mask, "__dict__", {})
     found = own.get(_KNOWN)
     if found is not None and found.is_of(block_mask):
-        _check_sizes(found.shape, query, key)
+        _check_sizes(found.shape, sizes)
         return found
     if not hasattr(block_mask, "kv_num_blocks"):
         raise DTypeError(
@@ -238,7 +339,7 @@ def mask_of(
         )
     if min(block_mask.BLOCK_SIZE) >= 2**30:  # torch's default: hides nothing
         return None
-    _check_sizes(tuple(block_mask.shape), query, key)
+    _check_sizes(tuple(block_mask.shape), sizes)
     if compiling:
         return _blocks(block_mask)
     found = own[_KNOWN] = _Theirs(block_mask)
@@ -246,20 +347,20 @@ def mask_of(
 
 
 def _check_sizes(
-    shape: tuple[int, ...], query: torch.Tensor, key: torch.Tensor
+    shape: tuple[int, ...], sizes: tuple[int, int, int, int]
 ) -> None:
-    batch, heads, *_ = query.shape
-    lengths = query.shape[2], key.shape[2]
+    if shape == sizes:
+        return
+    batch, heads, seqlen_q, seqlen_k = sizes
     if (
-        len(shape) != 4 or shape[2:] != lengths
+        len(shape) != 4 or shape[2:] != (seqlen_q, seqlen_k)
         or shape[0] not in (1, batch) or shape[1] not in (1, heads)
     ):  # fmt: skip
-        sizes = batch, heads, *lengths
         raise ShapeError(
             f"block_mask is for {tuple(shape)}, expected {sizes}: batch,"
             " heads, queries and keys, of which the first two may be 1;"
             " make it for these: create_block_mask(mask_mod, None, None,"
-            f" {lengths[0]}, {lengths[1]})"
+            f" {seqlen_q}, {seqlen_k})"
         )
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from . import ops, repeated
-from .ops import OPERATORS, plain_request
+from . import ops
+from .ops import OPERATORS
+from .repeated import plain_request
 
 # Where compiled code finds this module.
 NAME = "torch.ops.cuflash.direct"
@@ -54,14 +55,14 @@ def plain_attention(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
     """out and lse of a call without options."""
     if _is_profiled() or _modes():
         return OPERATORS.plain_attention(q, k, v, **numbers)
-    return repeated.forward(plain_request(**numbers), q, k, v, True)
+    return plain_request(**numbers).forward(q, k, v, True)
 
 
 def plain_attention_out(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
     """out of a call without options, alone in a tuple."""
     if _is_profiled() or _modes():
         return OPERATORS.plain_attention(q, k, v, **numbers)[:1]
-    return repeated.forward(plain_request(**numbers), q, k, v, False)
+    return plain_request(**numbers).forward(q, k, v, False)
 
 
 def plain_attention_backward(*tensors: Any, **numbers: Any) -> Any:

@@ -10,7 +10,8 @@ import torch
 
 from cuflash.errors import ShapeError, UnsupportedError, ValueRangeError
 
-from .attention import attention
+from . import compiled_functions, functions
+from .attention import attend
 from .block_mask import mask_of
 from .checks import check_tensors
 from .tracing import PLAIN
@@ -103,55 +104,76 @@ def flex_attention(
     if not (type(query) in PLAIN and type(key) in PLAIN):
         if not torch.compiler.is_compiling():
             check_tensors({"query": query, "key": key, "value": value})
-    heads_q, heads_kv = _heads_of(query, key, value)
-    if heads_q != heads_kv and not enable_gqa:
+    shape, shape_kv = query.shape, key.shape
+    if not len(shape) == len(shape_kv) == value.ndim == 4:
+        raise _wrong_axes(query, key, value)
+    if shape[1] != shape_kv[1] and not enable_gqa:
         raise ShapeError(
-            f"query has {heads_q} heads and key {heads_kv}, expected as many:"
-            " pass enable_gqa=True where query heads share key heads"
+            f"query has {shape[1]} heads and key {shape_kv[1]}, expected as"
+            " many: pass enable_gqa=True where query heads share key heads"
         )
-    options: dict[str, Any] = {}
-    if score_mod is not None:
-        options["score_mod"] = score_mod
-    if block_mask is not None:
-        of_blocks = mask_of(block_mask, query, key)
-        if of_blocks is not None:
-            options["mask_mod"] = of_blocks
-    if key.shape[0] != query.shape[0]:
-        key, value = (x.expand(query.shape[0], *x.shape[1:])
-                      for x in (key, value))  # fmt: skip
+    if shape[0] != shape_kv[0]:
+        key, value = _expanded(shape[0], key, value)
+    own: Any = None
+    program: Any = None
+    if not score_mod is block_mask is None:
+        sizes = shape[0], shape[1], shape[2], shape_kv[2]
+        options = _options(score_mod, block_mask, sizes)
+        if torch.compiler.is_compiling():
+            program = compiled_functions.taken(options, {}, query)
+        else:
+            own = functions.taken(options, {}, query)
     wants_lse = return_lse
     if return_aux is not None:
         wants_lse = _wants_lse(return_aux, return_lse)
-    results: Any = attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        scale=scale, return_lse=wants_lse, **options,
+    numbers = scale, False, None, None, None, None
+    results = attend(
+        query, key, value, wants_lse, numbers, own=own, program=program,
+        by_heads=True,
     )  # fmt: skip
+    if return_aux is None:
+        return results
     out, lse = results if wants_lse else (results, None)
-    out = out.transpose(1, 2)
-    if return_aux is not None:
-        made = sys.modules[type(return_aux).__module__]
-        return out, made.AuxOutput(lse=lse)
-    return (out, lse) if return_lse else out
+    made = sys.modules[type(return_aux).__module__]
+    return out, made.AuxOutput(lse=lse)
 
 
-def _heads_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[int, int]:
-    """The heads of query and key, whose axes are checked."""
-    if not query.ndim == key.ndim == value.ndim == 4:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.ndim != 4:
-                raise ShapeError(
-                    f"{name} has shape {tuple(x.shape)}, expected four axes:"
-                    f" {_LAYOUT}"
-                )
-    batch, heads_q, *_ = query.shape
-    batch_kv, heads_kv, *_ = key.shape
-    if batch_kv != batch and batch_kv != 1:
+def _wrong_axes(*tensors: torch.Tensor) -> ShapeError:
+    """The error of tensors that have not four axes each."""
+    names = "query", "key", "value"
+    wrong = (
+        (n, x) for n, x in zip(names, tensors, strict=True) if x.ndim != 4
+    )
+    name, x = next(wrong)
+    return ShapeError(
+        f"{name} has shape {tuple(x.shape)}, expected four axes: {_LAYOUT}"
+    )
+
+
+def _expanded(
+    batch: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value of a batch of 1, for each of query's."""
+    if key.shape[0] != 1:
         raise ShapeError(
-            f"key has batch {batch_kv}, expected {batch} as query or 1"
+            f"key has batch {key.shape[0]}, expected {batch} as query or 1"
         )
-    return heads_q, heads_kv
+    sizes = batch, -1, -1, -1
+    return key.expand(sizes), value.expand(sizes)
+
+
+def _options(
+    score_mod: Any, block_mask: Any, sizes: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    """A call's functions, by the names of `attention`."""
+    found: dict[str, Any] = {}
+    if score_mod is not None:
+        found["score_mod"] = score_mod
+    if block_mask is not None:
+        of_blocks = mask_of(block_mask, sizes)
+        if of_blocks is not None:
+            found["mask_mod"] = of_blocks
+    return found
 
 
 def _wants_lse(return_aux: Any, return_lse: bool) -> bool:

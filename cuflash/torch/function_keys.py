@@ -71,10 +71,12 @@ class Key:
         Returns the function that has it, if one has.
     value : object
         None: there is none.
+    serial : int
+        No other key has it.
     tensors : list of Tensor
     """
 
-    __slots__ = ("_metadata", "_watch", "of", "tensors", "value")
+    __slots__ = ("_metadata", "_watch", "of", "serial", "tensors", "value")
 
     def __init__(self, function: Any) -> None:
         self.of: Callable[[], Any] = _nothing
@@ -83,6 +85,8 @@ class Key:
         # By a number: it is looked up in each call.
         self.value = None if found is None else _number_of(found)
         self.tensors = look.tensors
+        with _LOCK:
+            self.serial = next(_numbers)
         self._metadata = [(x, x.dtype, x.shape) for x in look.tensors]
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:

@@ -12,28 +12,26 @@ from typing import Any
 import torch
 
 from cuflash.errors import UnsupportedError
-from cuflash.expressions import serial
-from cuflash.request import options, traced
+from cuflash.request import options
 
 from . import ops
 from .fakes import fake_forward
-from .functions import Functions
+from .functions import Functions, named_at
 from .op_gradients import NO_SECOND_DERIVATIVES
 from .ops import GRADIENTS, LIBRARY, NUM_SAVED, SCHEMA, WANTED
-from .recording import Graphs, moved_of, reads_batch
 from .request import Request
 
-_FUNCTIONS = "Tensor[] read, Scalar[] values, str graphs"
+FUNCTIONS = "Tensor[] read, Scalar[] values, str graphs"
 _NAME, _BACKWARD = "function_attention", "function_attention_backward"
 
 LIBRARY.define(
-    f"{_NAME}(Tensor q, Tensor k, Tensor v, {_FUNCTIONS}, {SCHEMA}) -> "
+    f"{_NAME}(Tensor q, Tensor k, Tensor v, {FUNCTIONS}, {SCHEMA}) -> "
     "(Tensor out, Tensor lse)"
 )
 # `of_read`: whose gradients are wanted, by their places.
 LIBRARY.define(
     f"{_BACKWARD}(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "
-    f"Tensor out, Tensor lse, {_FUNCTIONS}, {SCHEMA}, {WANTED}, "
+    f"Tensor out, Tensor lse, {FUNCTIONS}, {SCHEMA}, {WANTED}, "
     "int[] of_read=[]) -> (Tensor dq, Tensor dk, Tensor dv, "
     f"{GRADIENTS}, Tensor[] dread)"
 )
@@ -43,11 +41,7 @@ def _request(
     read: Any, values: Any, graphs: str, tensors: Any, numbers: dict[str, Any]
 ) -> Request:
     """The request of an operator's arguments after q, k and v or lse."""
-    roots = serial.loads(graphs)
-    arrays = {traced.named(f"array_{i}"): x for i, x in enumerate(read)}
-    names = [f"number_{i}" for i in range(len(values))]
-    found = Graphs(roots, moved_of(roots, arrays), reads_batch(roots))
-    own = Functions(found, arrays, dict(zip(names, values, strict=True)))
+    own = Functions.of_program(read, values, graphs)
     return ops.request(tensors, numbers, own)
 
 
@@ -65,7 +59,7 @@ def _run_backward(*tensors: Any, of_read: Any = (), **numbers: Any) -> Any:
     of_options = tuple(
         x for x in options.DIFFERENTIABLE if numbers.get(f"return_d{x}")
     )
-    names = [traced.named(f"array_{i}") for i in of_read]
+    names = [*map(named_at, of_read)]
     wanted = (*of_options, *names)
     found = asked.backward(asked.tensors, wanted, *saved)
     by_name = dict(zip(asked.moved, found[3:], strict=True))

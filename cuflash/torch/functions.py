@@ -6,19 +6,21 @@ and collect the tensors again.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from cuflash.errors import ValueRangeError
-from cuflash.expressions.serial import dumps
+from cuflash.expressions.serial import dumps, loads
 from cuflash.request import traced
 from cuflash.request.kept import Kept
 
 from .checks import check_tensors
-from .function_keys import key_of
-from .recording import Graphs, recorded
+from .function_keys import Key, key_of
+from .recording import Graphs, moved_of, reads_batch, recorded
+from .tracing import PLAIN
 
 _ROLES = "score_mod", "mask_mod"
 
@@ -42,16 +44,47 @@ class Functions(NamedTuple):
     numbers: dict[str, Any]
     kept: Kept | None = None
 
+    @classmethod
+    def of_program(
+        cls, read: Sequence[torch.Tensor], values: Sequence[Any], graphs: str
+    ) -> Functions:
+        """Those of an operator's arguments: see `as_program`."""
+        roots = loads(graphs)
+        arrays = {named_at(i): x for i, x in enumerate(read)}
+        names = [f"number_{i}" for i in range(len(values))]
+        found = Graphs(roots, moved_of(roots, arrays), reads_batch(roots))
+        return cls(found, arrays, dict(zip(names, values, strict=True)))
+
     def as_options(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a call on these arrays in place of the tensors."""
         values = self.numbers.values()
         read = traced.of_slots(arrays, self.numbers, [*values])
         return {**dict(self.graphs.roots), **read}
 
+    def readable_arrays(self) -> dict[str, torch.Tensor]:
+        """The arrays, as kernels read them."""
+        return {name: x.resolve_neg() for name, x in self.arrays.items()}
+
+    def in_key(self) -> dict[str, Any]:
+        """What a call is found by: what differs from call to call is no part.
+
+        The graphs, and numbers of the same types.
+        """
+        found = dict(self.graphs.roots)
+        if not self.numbers:
+            return found
+        kinds = {n: type(x)() for n, x in self.numbers.items()}
+        return {**found, "mod_arrays": traced.BySlot(kinds)}
+
     def as_program(self) -> tuple[Any, ...]:
         """What an operator takes of them."""
         values = [*self.numbers.values()]
         return [*self.arrays.values()], values, dumps(self.graphs.roots)
+
+
+def named_at(place: int) -> str:
+    """What an array of `Functions.of_program` is called."""
+    return traced.named(f"array_{place}")
 
 
 class Snapshot:
@@ -107,16 +140,22 @@ class _Known(NamedTuple):
         As in `Recording`.
     picked : tuple of int
         Which of the tensors that their keys list are read.
+    lasts : bool
+        False: they are recorded in each call, and nothing is picked.
     """
 
     graphs: Graphs
     names: tuple[str, ...]
     of_mask: tuple[int, ...]
     numbers_of_mask: tuple[int, ...]
-    picked: tuple[int, ...]
+    picked: tuple[int, ...] = ()
+    lasts: bool = False
 
 
-_KNOWN: dict[Any, _Known] = {}
+# By keys, which are those of the same functions as before; and by what keys
+# say, which equal functions share.
+_OF_KEYS: dict[Any, _Known] = {}
+_OF_CONTENT: dict[Any, _Known] = {}
 _MOST_KNOWN = 4096
 
 
@@ -145,51 +184,109 @@ def taken(
     ------
     CuflashError
     """
-    functions = {x: options.pop(x) for x in _ROLES if x in options}
+    functions: dict[str, Any] = {}
+    for role in _ROLES:
+        if role in options:
+            functions[role] = options.pop(role)
     shared = getattr(functions.get("mask_mod"), "snapshot", None)
     if isinstance(shared, Snapshot):
         functions["mask_mod"] = shared.mask_mod
+    else:
+        shared = None
     numbers = options.pop("mod_arrays", {})
-    own = {x: arrays.pop(x) for x in [*arrays] if traced.is_named(x)}
-    check_tensors(own if q is None else {"q": q, **own})
+    own: dict[str, torch.Tensor] = {}
+    if arrays:
+        own = {x: arrays.pop(x) for x in [*arrays] if traced.is_named(x)}
+    if own or type(q) not in PLAIN:
+        check_tensors(own if q is None else {"q": q, **own})
     if not functions:
         if own or numbers:
             traced.recorded({"mod_arrays": numbers, **own})  # refuses them
         return None
     keys = [*map(key_of, functions.values())]
+    kinds: tuple[Any, ...] = ()
+    if own or numbers:
+        kinds = (
+            *[(n, x.dtype, x.ndim) for n, x in own.items()],
+            *[(n, type(x)) for n, x in numbers.items()],
+        )
+    key = (*functions, *map(_serial_of, keys), kinds)
+    found = _OF_KEYS.get(key)
+    captured: Iterable[torch.Tensor]
+    if found is None:
+        found, captured = _found(functions, keys, own, numbers, kinds)
+        if found.lasts:
+            _put(_OF_KEYS, key, found)
+    elif len(keys) == 1:
+        captured = map(keys[0].tensors.__getitem__, found.picked)
+    else:
+        tensors = keys[0].tensors + keys[1].tensors
+        captured = map(tensors.__getitem__, found.picked)
+    for name, x in zip(found.names, captured, strict=True):
+        own[name] = x
+    kept = None
+    if shared is not None and found.lasts:
+        kept = _kept_of(shared, found, own, numbers)
+    if q is not None:
+        for name in found.names:
+            own[name] = readable(name, own[name], q)
+    return Functions(found.graphs, own, numbers, kept)
+
+
+_serial_of = operator.attrgetter("serial")
+
+
+def _found(
+    functions: dict[str, Any],
+    keys: list[Key],
+    own: dict[str, torch.Tensor],
+    numbers: dict[str, Any],
+    kinds: tuple[Any, ...],
+) -> tuple[_Known, Sequence[torch.Tensor]]:
+    """What equal functions have left, or what recording finds; tensors."""
     tensors = [x for key in keys for x in key.tensors]
     ids = [*map(id, tensors)]
-    key = (
+    is_known = all(x.value is not None for x in keys)
+    content = (
         *[(role, x.value) for role, x in zip(functions, keys, strict=True)],
         *map(ids.index, ids),  # which are one
-        *[(n, x.dtype, x.ndim) for n, x in own.items()],
-        *[(n, type(x)) for n, x in numbers.items()],
+        *kinds,
     )
-    found = _KNOWN.get(key)
-    captured: Iterable[torch.Tensor]
-    if found is not None:
-        graphs, names, of_mask, numbers_of_mask, picked = found
-        captured = [tensors[i] for i in picked]
-    else:
-        is_known = all(x.value is not None for x in keys)
+    found = _OF_CONTENT.get(content) if is_known else None
+    if found is None:
         new = recorded(functions, own, numbers, tensors if is_known else None)
         graphs, names, captured, of_mask, numbers_of_mask = new[:5]
-        if is_known and new.lasts and {*map(id, captured)} <= {*ids}:
-            picked = tuple([ids.index(id(x)) for x in captured])
-            found = _Known(graphs, names, of_mask, numbers_of_mask, picked)
-            if len(_KNOWN) >= _MOST_KNOWN:
-                _KNOWN.clear()
-            _KNOWN[key] = found
-    kept = None
-    if isinstance(shared, Snapshot) and found is not None:
-        read = (*own.values(), *captured)
-        values = [*numbers.values()]
-        kept = shared.kept_for(
-            [read[i] for i in of_mask], [values[i] for i in numbers_of_mask]
-        )
-    for name, x in zip(names, captured, strict=True):
-        own[name] = x if q is None else readable(name, x, q)
-    return Functions(graphs, own, numbers, kept)
+        found = _Known(graphs, names, of_mask, numbers_of_mask)
+        if not (is_known and new.lasts and {*map(id, captured)} <= {*ids}):
+            return found, captured
+        picked = tuple([ids.index(id(x)) for x in captured])
+        found = found._replace(picked=picked, lasts=True)
+        _put(_OF_CONTENT, content, found)
+    return found, [tensors[i] for i in found.picked]
+
+
+def _put(table: dict[Any, _Known], key: Any, found: _Known) -> None:
+    if len(table) >= _MOST_KNOWN:
+        table.clear()
+    table[key] = found
+
+
+def _kept_of(
+    shared: Snapshot,
+    found: _Known,
+    own: dict[str, torch.Tensor],
+    numbers: dict[str, Any],
+) -> Kept | None:
+    """What calls with this block mask share."""
+    tensors: Sequence[torch.Tensor] = ()
+    values: Sequence[Any] = ()
+    if found.of_mask:
+        read = [*own.values()]
+        tensors = [read[i] for i in found.of_mask]
+    if found.numbers_of_mask:
+        given = [*numbers.values()]
+        values = [given[i] for i in found.numbers_of_mask]
+    return shared.kept_for(tensors, values)
 
 
 def readable(name: str, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,19 @@ def _wanted(ctx: Any) -> tuple[str, ...]:
 
 def _differentiable(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     """The gradients of q, k, v and `Request.moved`."""
-    static = Static(ctx.request, ctx.names, _wanted(ctx))
-    found = gradients_of(static, dout, dlse, ctx.saved_tensors)
+    request, saved = ctx.request, ctx.saved_tensors
+    if request.by_heads:
+        request = request.by_tokens()
+        saved = *map(_exchanged, saved[:4]), *saved[4:]
+        dout = _exchanged(dout)
+    static = Static(request, ctx.names, _wanted(ctx))
+    found = gradients_of(static, dout, dlse, saved)
     named = dict(zip(ctx.names, found[5:], strict=True))
-    return *found[:3], *map(named.get, ctx.request.moved)
+    of_qkv = found[:3]
+    if ctx.request.by_heads:
+        of_qkv = map(_exchanged, of_qkv)
+    return *of_qkv, *map(named.get, request.moved)
+
+
+def _exchanged(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.transpose(1, 2)

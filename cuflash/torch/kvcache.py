@@ -8,13 +8,21 @@ import torch
 
 from cuflash.api import foreign_names
 from cuflash.api.kvcache import forward_kvcache as of_arrays
+from cuflash.api.tile_mask import function_of
 from cuflash.errors import UnsupportedError
-from cuflash.request.options import FUNCTIONS
+from cuflash.request.options import TRACED, split
 from cuflash.request.problem import strip, strip_lse
 from cuflash.request.validate import kvcache as validate_kvcache
 
-from . import autocast, kvcache_ops, no_gradients
+from . import (
+    autocast,
+    compiled_functions,
+    functions,
+    kvcache_ops,
+    no_gradients,
+)
 from .checks import check_no_tangents, check_tensors
+from .functions import Functions
 from .kvcache_ops import TENSORS
 from .kvcache_request import run
 from .tracing import is_traced, refuse_transforms
@@ -57,9 +65,7 @@ def forward_kvcache(
     return_lse: bool,
     **options: Unpack[TorchCacheOptions],
 ) -> torch.Tensor | Results: ...
-@foreign_names.our_names(
-    _NAME, like=of_arrays, without=FUNCTIONS, array="torch.Tensor | None"
-)
+@foreign_names.our_names(_NAME, like=of_arrays, array="torch.Tensor | None")
 def forward_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -84,7 +90,8 @@ def forward_kvcache(
         `page_table`, (num_pages, page_size, num_heads_kv, head_dim). Without
         `v_cache`, values are the first `head_dim_v` columns of keys.
     cache_seqlens, return_lse, **options
-        As for `cuflash.forward_kvcache`, with tensors for arrays.
+        As for `cuflash.forward_kvcache`, with tensors for arrays. `score_mod`
+        and `mask_mod` may read tensors from outside, too.
 
     Returns
     -------
@@ -137,12 +144,14 @@ def forward_kvcache(
         **options,
     }
     tensors = {x: given[x] for x in TENSORS if given.get(x) is not None}
-    numbers = {name: x for name, x in options.items() if name not in TENSORS}
+    others = {name: x for name, x in options.items() if name not in TENSORS}
+    own, numbers = _functions(others, q)
     rank, out = getattr(q, "ndim", 4), options.get("out")
     is_packed = "cu_seqlens_q" in tensors
     if not torch.compiler.is_compiling():
         check_tensors(tensors)
-        check_no_tangents(tensors, _NO_GRADIENTS)
+        inputs = tensors if own is None else tensors | own.arrays
+        check_no_tangents(inputs, _NO_GRADIENTS)
         refuse_transforms()
         tensors = _as_in_memory(tensors)
     if autocast.is_on(q):
@@ -155,16 +164,34 @@ def forward_kvcache(
     tensors = validate_kvcache.with_batch(tensors)
     q, k_cache = tensors["q"], tensors["k_cache"]
     if is_traced(q, k_cache, tensors.get("v_cache", k_cache)):
-        result = kvcache_ops.call(tensors, length, return_lse, **numbers)
+        program = own.as_program() if isinstance(own, Functions) else own
+        result = kvcache_ops.call(
+            tensors, length, return_lse, program, **numbers
+        )
     else:
         result = no_gradients.run(
-            tensors, lambda: run(tensors, length, return_lse, **numbers)
+            tensors if own is None else tensors | own.arrays,
+            lambda: run(tensors, length, return_lse, own, **numbers),
         )
     if rank not in (2, 3) or is_packed:
         return result
     found, lse = result if return_lse else (result, None)
     found = strip(found, rank) if out is None else out
     return (found, strip_lse(lse, rank)) if return_lse else found
+
+
+def _functions(
+    others: dict[str, Any], q: torch.Tensor
+) -> tuple[Any, dict[str, Any]]:
+    """The functions of a call, or their program, and its other arguments."""
+    if TRACED.isdisjoint(others):
+        return None, others
+    theirs = {x: y for x, y in others.items() if x in TRACED}
+    asked, arrays = split(function_of(theirs))
+    compiling = torch.compiler.is_compiling()
+    taken = compiled_functions.taken if compiling else functions.taken
+    found = taken(asked, arrays, q)
+    return found, {x: y for x, y in others.items() if x not in TRACED}
 
 
 def _as_in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,12 +8,14 @@ import torch
 
 from cuflash.api import kvcache as api_kvcache
 from cuflash.launch import kvcache as execute_kvcache
+from cuflash.request import traced
 from cuflash.request.problem import Call, Signature, strip, strip_lse
 from cuflash.request.validate import kvcache as validate_kvcache
 from cuflash.request.validate import kvcache_values, memory
 
 from . import request
 from .dtypes import from_numpy, to_numpy
+from .functions import Functions
 from .request import reads_values
 from .signature import Shown, check_devices, checked, describe
 
@@ -24,6 +26,7 @@ def run(
     tensors: dict[str, torch.Tensor],
     length: Any,
     return_lse: Any,
+    functions: Functions | None = None,
     **numbers: Any,
 ) -> Any:
     """Out, and lse if wanted.
@@ -34,6 +37,7 @@ def run(
         The tensors that are given, by the names of their arguments.
     length : int or None
         cache_seqlens, if it is one number.
+    functions : Functions or None
     return_lse, **numbers
         The other arguments.
     """
@@ -41,9 +45,9 @@ def run(
     backend = request.backend_of(q)
     out, numbers["return_lse"] = tensors.get("out"), return_lse
     if backend is None:
-        result = _on_cpu(tensors, length, numbers)
+        result = _on_cpu(tensors, length, numbers, functions)
     else:
-        call = _call(tensors, length, numbers)
+        call = _call(tensors, length, numbers, functions)
         result, lse = execute_kvcache.forward_kvcache(call, backend)
         if call.rank != 4:
             result = strip(result, call.rank)
@@ -60,7 +64,10 @@ def run(
 
 
 def _call(
-    tensors: dict[str, torch.Tensor], length: Any, numbers: dict[str, Any]
+    tensors: dict[str, torch.Tensor],
+    length: Any,
+    numbers: dict[str, Any],
+    functions: Functions | None,
 ) -> Call:
     columns = numbers.pop("head_dim_v", None)
     tensors = validate_kvcache.with_values(tensors, columns)
@@ -71,8 +78,15 @@ def _call(
         )
         validate_kvcache.check_new_values(are_same)
         tensors = {x: y for x, y in tensors.items() if x != "v_new"}
+    mod_numbers: tuple[Any, ...] = ()
+    if functions is not None:
+        tensors = {**tensors, **functions.readable_arrays()}
+        numbers = {**numbers, **functions.in_key()}
+        mod_numbers = tuple(functions.numbers.values())
     described = [describe(name, x) for name, x in tensors.items()]
     values = (x for item in numbers.items() for x in item)
+    if functions is not None:
+        tensors = traced.by_slots(tensors)
     signature, places = checked(
         _check, tuple(described), "by_int", length is not None,
         "latent", latent, *values,
@@ -85,7 +99,10 @@ def _call(
         before = validate_kvcache.length_of(length, signature.problem)
     given = {name: tensors[name] for name in _INPUTS if name in tensors}
     others = {name: tensors[name] for name in signature.options}
-    call = Call(signature, given, tensors.get("out"), others, 0, before)
+    call = Call(
+        signature, given, tensors.get("out"), others, 0, before,
+        mod_numbers=mod_numbers,
+    )  # fmt: skip
     if reads_values():
         on_host = {name: to_numpy(x.cpu()) for name, x in others.items()}
         kvcache_values.values(Call(signature, given, None, on_host, 0, before))
@@ -105,18 +122,27 @@ def _are_first_columns(k: torch.Tensor, v: torch.Tensor) -> bool:
 def _check(
     by_int: bool, latent: bool, **arguments: Any
 ) -> tuple[Signature, memory.Memory]:
+    functions = traced.taken(arguments)
     arrays = {n: x for n, x in arguments.items() if isinstance(x, Shown)}
     others = {n: x for n, x in arguments.items() if n not in arrays}
-    return validate_kvcache.check_call(arrays, by_int, latent, **others)
+    return validate_kvcache.check_call(
+        arrays, by_int, latent, functions=functions.fields, **others
+    )
 
 
 def _on_cpu(
-    tensors: dict[str, torch.Tensor], length: Any, numbers: dict[str, Any]
+    tensors: dict[str, torch.Tensor],
+    length: Any,
+    numbers: dict[str, Any],
+    functions: Functions | None,
 ) -> Any:
     check_devices({name: x.device for name, x in tensors.items()})
     arrays: dict[str, Any] = {name: to_numpy(x) for name, x in tensors.items()}
     if length is not None:
         arrays["cache_seqlens"] = length
+    if functions is not None:
+        read = {n: to_numpy(x) for n, x in functions.arrays.items()}
+        numbers |= functions.as_options(read)
     result = api_kvcache.forward_kvcache(**arrays, **numbers)
     if isinstance(result, tuple):
         return tuple(map(from_numpy, result))

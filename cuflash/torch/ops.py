@@ -7,7 +7,6 @@ of the right shapes, by the fake kernels (`fakes.py`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from cuflash.request import options
 
 from . import random
 from .functions import Functions
+from .repeated import plain_request
 from .request import Request
 
 # In the schemas' order. The gradients of the first ones are offered.
@@ -171,14 +171,6 @@ def run_backward(*tensors: Any, **numbers: Any) -> Any:
     gradients = asked.backward(asked.tensors, wanted, *tensors[:NUM_SAVED])
     dq = gradients[0]
     return tuple(dq.new_empty(0) if x is None else x for x in gradients)
-
-
-@functools.lru_cache(typed=True)
-def plain_request(
-    scale: Any = None, causal: Any = False, deterministic: Any = False
-) -> Request:
-    """The request of a call without options."""
-    return Request(scale, causal, None, None, None, None, deterministic)
 
 
 def run_plain(q: Any, k: Any, v: Any, **numbers: Any) -> Any:

@@ -101,14 +101,15 @@ def _of_batches(
         empty = {name: x.flatten(0, 1) for name, x in given.items()}
         results = _of_batch(scale, **empty)
         return tuple([x.unflatten(0, (0, rows)) for x in results])
+    if batch == 1:
+        # Its gradients are views; those of x[0] are zeros with a copy inside.
+        only = {name: x.squeeze(0) for name, x in given.items()}
+        return tuple([x.unsqueeze(0) for x in _of_batch(scale, **only)])
     each = [
-        _of_batch(scale, **{name: x[i] for name, x in given.items()})
-        for i in range(batch)
+        _of_batch(scale, **dict(zip(given, tensors, strict=True)))
+        for tensors in zip(*(x.unbind(0) for x in given.values()), strict=True)
     ]
-    return tuple([
-        x[0].unsqueeze(0) if batch == 1 else torch.stack(x)
-        for x in zip(*each, strict=True)
-    ])  # fmt: skip
+    return tuple(map(torch.stack, zip(*each, strict=True)))
 
 
 def _of_batch(

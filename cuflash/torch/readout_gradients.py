@@ -17,6 +17,8 @@ from cuflash.request.readout import READOUTS
 from . import readout_vmap
 from .derivatives import plain
 from .ops import LIBRARY, OPERATORS
+from .readout_function_ops import Program, call, parted, places_of
+from .readout_ops import no_second, raise_no_second
 
 _FORWARD_MODE = (
     "cuflash.torch.{} has no forward mode, expected reverse mode "
@@ -28,24 +30,36 @@ class Readout(torch.autograd.Function):
     """A readout inside transforms."""
 
     @staticmethod
-    def forward(name: str, numbers: dict[str, Any], *tensors: Any) -> Any:
-        return getattr(OPERATORS, name)(*map(plain, tensors), **numbers)
+    def forward(
+        name: str,
+        numbers: dict[str, Any],
+        program: Program | None,
+        *tensors: Any,
+    ) -> Any:
+        return call(name, [*map(plain, tensors)], numbers, program)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.name, numbers, *tensors = inputs
+        ctx.name, numbers, ctx.program, *tensors = inputs
         ctx.numbers = {x: y for x, y in numbers.items() if x != "dtype"}
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
-        of_rows = ctx.needs_input_grad[5]
-        numbers = {**ctx.numbers, "return_drow_weights": of_rows}
+        needs = ctx.needs_input_grad[3:]
+        numbers = {**ctx.numbers, "return_drow_weights": needs[3]}
+        wanted = [0, 1, 2, *([3] if needs[3] else [])]
+        if ctx.program is not None:
+            first, others, read = parted(ctx.name, ctx.saved_tensors)
+            before = len(first) + len(others)
+            places = places_of(ctx.program, read)
+            numbers["of_read"] = [x for x in places if needs[before + x]]
+            wanted += [before + x for x in numbers["of_read"]]
         found = _Gradients.apply(
-            ctx.name, numbers, cotangent, *ctx.saved_tensors
+            ctx.name, numbers, ctx.program, cotangent, *ctx.saved_tensors
         )
-        missing = len(ctx.needs_input_grad) - 2 - len(found)
-        return None, None, *found, *(None,) * missing
+        by_place = dict(zip(wanted, found, strict=True))
+        return None, None, None, *map(by_place.get, range(len(needs)))
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -53,20 +67,39 @@ class Readout(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, name: str, numbers: Any, *tensors: Any
+        info: Any,
+        in_dims: Any,
+        name: str,
+        numbers: Any,
+        program: Program | None,
+        *tensors: Any,
     ) -> Any:
-        call = functools.partial(Readout.apply, name, numbers)
-        return readout_vmap.mapped(name, call, info, in_dims[2:], tensors)
+        run = functools.partial(Readout.apply, name, numbers, program)
+        return readout_vmap.mapped(
+            name, run, info, in_dims[3:], tensors, program
+        )
 
 
 class _Gradients(torch.autograd.Function):
-    """dq, dk, dlse and, if wanted, drow_weights."""
+    """dq, dk, dlse; if wanted drow_weights, those of what is read."""
 
     @staticmethod
-    def forward(name: str, numbers: dict[str, Any], *tensors: Any) -> Any:
-        operator = getattr(OPERATORS, f"{name}_backward")
-        found = operator(*map(plain, tensors), **numbers)
-        return found if numbers["return_drow_weights"] else found[:3]
+    def forward(
+        name: str,
+        numbers: dict[str, Any],
+        program: Program | None,
+        *tensors: Any,
+    ) -> Any:
+        own = f"{name}_backward"
+        found = call(own, [*map(plain, tensors)], numbers, program)
+        return (
+            found
+            if numbers["return_drow_weights"]
+            else (
+                *found[:3],
+                *found[4:],
+            )
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -74,26 +107,26 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise _no_second(ctx.name)
+        raise no_second(ctx.name)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
-        raise _no_second(ctx.name)
+        raise no_second(ctx.name)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, name: str, numbers: Any, *tensors: Any
+        info: Any,
+        in_dims: Any,
+        name: str,
+        numbers: Any,
+        program: Program | None,
+        *tensors: Any,
     ) -> Any:
-        call = functools.partial(_Gradients.apply, name, numbers)
-        own = f"{name}_backward"
-        return readout_vmap.mapped(own, call, info, in_dims[2:], tensors)
-
-
-def _no_second(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"second derivatives of cuflash.torch.{name} are not supported: call "
-        "backward() or torch.autograd.grad() without create_graph"
-    )
+        run = functools.partial(_Gradients.apply, name, numbers, program)
+        return readout_vmap.mapped(
+            f"{name}_backward", run, info, in_dims[3:], tensors, program,
+            numbers.get("of_read", ()),
+        )  # fmt: skip
 
 
 # Of operators ----------------------------------------------------------------
@@ -118,10 +151,6 @@ def _backward(name: str, ctx: Any, cotangent: Any) -> Any:
     return (*found, *(None,) * len(needs))[: len(needs)]
 
 
-def _raise(name: str, ctx: Any, *_: Any) -> NoReturn:
-    raise _no_second(name)
-
-
 for _name in READOUTS:
     torch.library.register_autograd(
         f"cuflash::{_name}",
@@ -131,6 +160,6 @@ for _name in READOUTS:
     )
     torch.library.register_autograd(
         f"cuflash::{_name}_backward",
-        functools.partial(_raise, _name),
+        functools.partial(raise_no_second, _name),
         lib=LIBRARY,
     )

@@ -7,7 +7,8 @@ in each layer. Gradients have none of their own.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,14 +16,18 @@ from cuflash.api import lse_of_call
 from cuflash.api import readout as api_readout
 from cuflash.api import readout_gradients as api_gradients
 from cuflash.api.arrays import open_arrays
+from cuflash.errors import UnsupportedError
 from cuflash.launch.runner import Kernels
+from cuflash.request.mod_tangents import gradients_of
 from cuflash.request.problem import Call, strip, strip_lse
 from cuflash.request.readout import COTANGENTS, READOUTS, cotangent_of
+from cuflash.request.traced import slot
 from cuflash.request.validate import chosen
 from cuflash.request.validate import readouts as validate
 
 from . import ops, request
 from .dtypes import NUMPY
+from .functions import Functions, named_at
 from .ops import LIBRARY
 
 # Tensors after q, k and lse, in the schemas' order.
@@ -30,19 +35,20 @@ CHOICES = "queries", "keys", "heads"
 POSITIONAL = ("row_weights", *CHOICES, *ops.TENSORS)
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in POSITIONAL)
 _NUMBERS = (
-    "float? scale=None, bool causal=False, SymInt? block_q=None, "
+    "*, float? scale=None, bool causal=False, SymInt? block_q=None, "
     "SymInt? block_k=None, str? precision=None, bool deterministic=False, "
     "ScalarType? dtype=None, str reduce='sum', "
     f"{', '.join(map(ops.in_schema, ops.NUMBERS))}"
 )
-_GRADIENTS = "Tensor dq, Tensor dk, Tensor dlse, Tensor drow_weights"
+SCHEMA = f"{_TENSORS}, {_NUMBERS}"
+GRADIENTS = "Tensor dq, Tensor dk, Tensor dlse, Tensor drow_weights"
 
 for _name, _cotangent in COTANGENTS.items():
-    _inputs = f"Tensor q, Tensor k, Tensor lse, {_TENSORS}, *, {_NUMBERS}"
+    _inputs = f"Tensor q, Tensor k, Tensor lse, {SCHEMA}"
     LIBRARY.define(f"{_name}({_inputs}) -> Tensor")
     LIBRARY.define(
         f"{_name}_backward(Tensor {_cotangent}, {_inputs}, "
-        f"bool return_drow_weights=False) -> ({_GRADIENTS})"
+        f"bool return_drow_weights=False) -> ({GRADIENTS})"
     )
 
 
@@ -52,41 +58,61 @@ def named(tensors: Any) -> dict[str, Any]:
     return {name: x for name, x in given if x is not None}
 
 
+def inputs_of(name: str) -> tuple[str, ...]:
+    """The first tensors of an operator, which it always has."""
+    inputs = "q", "k", "lse"
+    return inputs if name in READOUTS else (cotangent_of(name), *inputs)
+
+
 # Kernels -----------------------------------------------------------------
 
 
 def _run(name: str, *tensors: Any, **numbers: Any) -> Any:
     """The kernel of a readout, or of its gradients."""
-    given = dict(zip(("q", "k", "lse"), tensors, strict=False))
-    others = tensors[3:]
-    if name.endswith("_backward"):
-        given = dict(zip((cotangent_of(name), *given), tensors, strict=False))
-        others = tensors[4:]
-    return _run_named(name, given, named(others), numbers)
+    return run(name, tensors, numbers)
 
 
-def _run_named(
+def run(
     name: str,
-    given: dict[str, Any],
-    others: dict[str, Any],
+    tensors: Sequence[Any],
     numbers: dict[str, Any],
+    functions: Functions | None = None,
+    of_read: Sequence[int] = (),
 ) -> Any:
+    """The result, or gradients: four, then those of what functions read.
+
+    Parameters
+    ----------
+    name : str
+        Of a readout, or of its gradients.
+    tensors, numbers
+        The operator's arguments.
+    functions : Functions or None
+    of_read : sequence of int
+        The places of the arrays whose gradients are wanted.
+    """
+    inputs = inputs_of(name)
+    given = dict(zip(inputs, tensors, strict=False))
+    others = named(tensors[len(inputs) :])
     options = {x: others.pop(x) for x in ops.TENSORS if x in others}
-    asked = ops.request((), {**numbers, **options})
+    asked = ops.request((), {**numbers, **options}, functions)
     own = (*asked.common, *_own_numbers(name, numbers))
+    if of_read:
+        own = (*own, *gradients_of([*map(named_at, of_read)]))
     backend = request.backend_of(given["q"])
     if backend is None:
         module = api_gradients if "_back" in name else api_readout
         run = getattr(module, name)
         found = asked.on_cpu(run, {**given, **others}, asked.tensors, own)
-        return _of_schema(found, name, given["q"])
+        return _of_schema(found, name, given["q"], numbers)
     if "queries" in others and name.startswith("weight_sums"):
         queries = others.pop("queries")
         others["chosen"] = _flags(queries, given["q"])
-    tensors = {**asked.tensors, **others}
-    call = asked.call(validate.by_name(name), given, tensors, own)
+    call = asked.call(
+        validate.by_name(name), given, {**asked.tensors, **others}, own
+    )
     if request.reads_values():
-        _check_values(name, call, own, asked.scalars)
+        _check_values(name, call, own, asked.scalars, functions)
     kernels = Kernels(backend)
     if not name.endswith("_backward"):
         result = kernels.readout(call)
@@ -96,7 +122,7 @@ def _run_named(
     dq, dk, dlse, *rest = kernels.readout_backward(call)
     rank = call.rank
     found = strip(dq, rank), strip(dk, rank), strip_lse(dlse, rank), *rest
-    return _of_schema(found, name, dq)
+    return _of_schema(found, name, dq, numbers)
 
 
 def _own_numbers(name: str, numbers: dict[str, Any]) -> tuple[Any, ...]:
@@ -113,11 +139,15 @@ def _own_numbers(name: str, numbers: dict[str, Any]) -> tuple[Any, ...]:
     return own
 
 
-def _of_schema(found: tuple[Any, ...], name: str, like: Any) -> Any:
+def _of_schema(
+    found: tuple[Any, ...], name: str, like: Any, numbers: dict[str, Any]
+) -> Any:
     """Results as the schema has them."""
     if not name.endswith("_backward"):
         return found[0]
-    return found if len(found) == 4 else (*found, like.new_empty(0))
+    if numbers.get("return_drow_weights"):
+        return found
+    return *found[:3], like.new_empty(0), *found[3:]
 
 
 def _flags(queries: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -136,7 +166,11 @@ def _flags(queries: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _check_values(
-    name: str, call: Call, own: tuple[Any, ...], scalars: tuple[Any, ...]
+    name: str,
+    call: Call,
+    own: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    functions: Functions | None,
 ) -> None:
     """With CUFLASH_CHECK=1: indices, and whether lse is of these scores."""
     arrays = {**call.given, **call.options}
@@ -147,6 +181,11 @@ def _check_values(
     asked = dict(zip(own[::2], own[1::2], strict=True))
     options = dict(zip(scalars[::2], scalars[1::2], strict=True))
     options |= {x: theirs[x] for x in ops.TENSORS if x in theirs}
+    if functions is not None:
+        places = enumerate(functions.arrays)
+        options |= functions.as_options(
+            {n: theirs[slot(i)] for i, n in places}
+        )
     lse_of_call.check(
         Call(call.signature, {x: theirs[x] for x in call.given}, None, {
             x: theirs[x] for x in call.options
@@ -156,10 +195,25 @@ def _check_values(
     )  # fmt: skip
 
 
+# Second derivatives -------------------------------------------------------
+
+
+def no_second(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"second derivatives of cuflash.torch.{name} are not supported: call "
+        "backward() or torch.autograd.grad() without create_graph"
+    )
+
+
+def raise_no_second(name: str, ctx: Any, *_: Any) -> NoReturn:
+    """The autograd of an operator of gradients."""
+    raise no_second(name)
+
+
 # Results without numbers ---------------------------------------------------
 
 
-def _fake(
+def fake(
     name: str, q: Any, k: Any, lse: Any, *rest: Any, **numbers: Any
 ) -> Any:
     if name == "entropy":
@@ -180,7 +234,7 @@ def _fake(
     return lse.new_empty(shape, dtype=numbers.get("dtype") or lse.dtype)
 
 
-def _fake_backward(*tensors: Any, **numbers: Any) -> Any:
+def fake_backward(*tensors: Any, **numbers: Any) -> Any:
     _, q, k, lse, *rest = tensors
     found = [x.new_empty(x.shape) for x in (q, k, lse)]
     rows = q.new_empty(0)
@@ -191,8 +245,8 @@ def _fake_backward(*tensors: Any, **numbers: Any) -> Any:
 
 for _name in READOUTS:
     for _each, _fake_kernel in (
-        (_name, functools.partial(_fake, _name)),
-        (f"{_name}_backward", _fake_backward),
+        (_name, functools.partial(fake, _name)),
+        (f"{_name}_backward", fake_backward),
     ):
         for _device in ("CPU", "CUDA"):
             LIBRARY.impl(_each, functools.partial(_run, _each), _device)

@@ -12,12 +12,17 @@ from cuflash.api.foreign_names import split_options
 from cuflash.errors import UnsupportedError
 from cuflash.request import checks
 from cuflash.request.layouts import broadcasts
-from cuflash.request.options import UNTRACED
+from cuflash.request.options import FORWARD, TRACED
 from cuflash.request.validate import chosen
 
-from . import autocast
+from . import (
+    autocast,
+    compiled_functions,
+    functions,
+    readout_function_ops,
+)
 from .checks import check_no_tangents, check_tensors
-from .ops import OPERATORS
+from .functions import named_at
 from .readout_gradients import Readout
 from .readout_ops import POSITIONAL
 
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 _TENSOR = "torch.Tensor | None"
 
 
-@foreign_names.our_names("cuflash.torch.weights", UNTRACED, _TENSOR)
+@foreign_names.our_names("cuflash.torch.weights", FORWARD, _TENSOR)
 def weights(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -46,6 +51,8 @@ def weights(
     **options: Any,
 ) -> torch.Tensor:
     """The weights of some queries, differentiable in `q`, `k` and `lse`.
+
+    And in tensors that `score_mod` reads.
 
     Parameters
     ----------
@@ -100,7 +107,7 @@ def weights(
     )  # fmt: skip
 
 
-@foreign_names.our_names("cuflash.torch.weight_sums", UNTRACED, _TENSOR)
+@foreign_names.our_names("cuflash.torch.weight_sums", FORWARD, _TENSOR)
 def weight_sums(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -119,7 +126,8 @@ def weight_sums(
 ) -> torch.Tensor:
     """How much weight each key gets from all queries, or from some.
 
-    Differentiable in `q`, `k`, `lse` and `row_weights`.
+    Differentiable in `q`, `k`, `lse`, `row_weights` and tensors that
+    `score_mod` reads.
 
     Parameters
     ----------
@@ -170,7 +178,7 @@ def weight_sums(
     )  # fmt: skip
 
 
-@foreign_names.our_names("cuflash.torch.entropy", UNTRACED, _TENSOR)
+@foreign_names.our_names("cuflash.torch.entropy", FORWARD, _TENSOR)
 def entropy(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -186,7 +194,7 @@ def entropy(
 ) -> torch.Tensor:
     """The entropy of each query's weights, in nats.
 
-    Differentiable in `q`, `k` and `lse`.
+    Differentiable in `q`, `k`, `lse` and tensors that `score_mod` reads.
 
     Parameters
     ----------
@@ -243,14 +251,19 @@ def _call(
     """Check what no operator can, and call it."""
     call = f"cuflash.torch.{name}"
     given, arrays = split_options(call, options, positional)
+    compiling = torch.compiler.is_compiling()
+    program: Any = None
+    read: list[torch.Tensor] = []
+    if not TRACED.isdisjoint(given):
+        program, read = _functions(given, arrays, q, compiling)
     inputs = {"q": q, "k": k, "lse": lse, **arrays}
     if row_weights is not None:
         inputs["row_weights"] = row_weights
-    compiling = torch.compiler.is_compiling()
     if not compiling:
         check_tensors(inputs)
         checks.flag("deterministic", numbers["deterministic"])
-        check_no_tangents(inputs, f"{call} has no forward mode")
+        moved = {named_at(i): x for i, x in enumerate(read)}
+        check_no_tangents(inputs | moved, f"{call} has no forward mode")
     bias = arrays.get("bias")
     if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
         raise UnsupportedError(
@@ -277,8 +290,28 @@ def _call(
     operands = (q, k, lse, row_weights, *map(tensors.get, POSITIONAL[1:]))
     numbers |= given
     if not compiling and torch._C._are_functorch_transforms_active():
-        return Readout.apply(name, numbers, *operands)
-    return getattr(OPERATORS, name)(*operands, **numbers)
+        return Readout.apply(name, numbers, program, *operands, *read)
+    return readout_function_ops.call(
+        name, (*operands, *read), numbers, program
+    )
+
+
+def _functions(
+    given: dict[str, Any],
+    arrays: dict[str, Any],
+    q: torch.Tensor,
+    compiling: bool,
+) -> tuple[Any, list[torch.Tensor]]:
+    """The program of a call's functions, and what they read."""
+    if compiling:
+        found: Any = compiled_functions.taken(given, arrays, q)
+    else:
+        own = functions.taken(given, arrays, q)
+        found = None if own is None else own.as_program()
+    if found is None:
+        return None, []
+    read, values, graphs = found
+    return (values, graphs), read
 
 
 def _choices(

@@ -6,6 +6,7 @@ become NumPy arrays that share their memory, and `cuflash.api` does the rest.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ from cuflash.request.validate import host_values, scalars
 from .batched_grad import is_batched
 from .dtypes import from_numpy, to_numpy
 from .functions import Functions
-from .signature import check_devices, checked, describe
+from .signature import ROWS, by_heads, check_devices, checked, describe
 from .tracing import PLAIN, by_operations
 
 if TYPE_CHECKING:
-    from cuflash.backends.base import Backend
+    from cuflash.backends.base import Backend, Target
+    from cuflash.request.problem import Signature
 
 Results = tuple[torch.Tensor, ...]
 
@@ -43,6 +45,9 @@ class Request:
         The options (options.TABLE) that differ from their defaults.
     functions : Functions or None
         A user's own score and mask.
+    by_heads : bool
+        Whether q, k, v, out and their gradients are (batch, heads, seqlen,
+        head_dim): in `forward` and `backward` alone.
 
     Attributes
     ----------
@@ -57,7 +62,7 @@ class Request:
 
     __slots__ = (
         "common", "num_splits", "deterministic", "scalars", "tensors", "seed",
-        "moved", "has_functions", "of_batch", "numbers", "kept",
+        "moved", "has_functions", "of_batch", "numbers", "kept", "by_heads",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +76,9 @@ class Request:
         deterministic: Any,
         given: dict[str, Any] | None = None,
         functions: Functions | None = None,
+        by_heads: bool = False,
     ) -> None:
+        self.by_heads = by_heads
         self.common = (
             "scale", scale, "causal", causal, "block_q", block_q,
             "block_k", block_k, "precision", precision,
@@ -101,16 +108,18 @@ class Request:
     def _take(self, functions: Functions) -> None:
         """Take a user's functions and what they read."""
         graphs, self.kept = functions.graphs, functions.kept
-        for name, x in functions.arrays.items():
-            self.tensors[name] = x.resolve_neg()
+        self.tensors |= functions.readable_arrays()
         self.moved = (*options.DIFFERENTIABLE, *graphs.moved)
         self.of_batch = graphs.of_batch
         self.numbers = tuple(functions.numbers.values())
-        for item in graphs.roots:
+        for item in functions.in_key().items():
             self.scalars += item
-        if self.numbers:  # what differs from call to call is no part of a key
-            kinds = {n: type(x)() for n, x in functions.numbers.items()}
-            self.scalars += ("mod_arrays", traced.BySlot(kinds))
+
+    def by_tokens(self) -> Request:
+        """The same of (batch, seqlen, heads, head_dim) tensors."""
+        found = copy.copy(self)
+        found.by_heads = False
+        return found
 
     def forward(
         self,
@@ -124,7 +133,7 @@ class Request:
 
         `tensors` are the options' tensors, by default those given.
         """
-        backend = backend_of(q)
+        backend: Any = backend_of(q)
         if tensors is None:
             tensors = self.tensors
         own = (
@@ -133,11 +142,20 @@ class Request:
         )  # fmt: skip
         given = {"q": q, "k": k, "v": v}
         if backend is None:
-            return self.on_cpu(api_attention.forward, given, tensors, own)
-        call = self.call(validate.forward, given, tensors, own)
-        out, lse = execute.forward(call, backend)
-        if call.rank != 4:
-            out, lse = strip(out, call.rank), strip_lse(lse, call.rank)
+            found = self.on_cpu(api_attention.forward, given, tensors, own)
+            return self._exchanged(found, 1)
+        check = _forward_on(backend.target, self.by_heads)
+        if self.by_heads:
+            backend = backend.by_heads
+        signature, launched = self.checked(check, given, tensors, own)
+        if launched is not None:
+            out, lse = launched.run((q, k, v), backend)
+        else:
+            call = self.call_of(signature, given, tensors)
+            out, lse = execute.forward(call, backend)
+        rank = signature.rank
+        if rank != 4:
+            out, lse = strip(out, rank), strip_lse(lse, rank)
         return (out, lse) if return_lse else (out,)
 
     def backward(
@@ -162,7 +180,7 @@ class Request:
             dout = dout.resolve_neg()
         if dlse is not None and dlse.is_neg():
             dlse = dlse.resolve_neg()
-        backend = backend_of(q)
+        backend: Any = backend_of(q)
         own: tuple[Any, ...] = (
             *self.common, "deterministic", self.deterministic,
         )  # fmt: skip
@@ -177,8 +195,12 @@ class Request:
         if backend is None:
             run = api_attention.backward
             results = self.on_cpu(run, given, tensors, own)
+            results = self._exchanged(results, 3)
         else:
-            call = self.call(validate.backward, given, tensors, own)
+            check = validate.backward
+            if self.by_heads:
+                check, backend = by_heads(check), backend.by_heads
+            call = self.call(check, given, tensors, own)
             results = execute.backward(call, backend)
             if call.rank != 4:
                 first = (strip(x, call.rank) for x in results[:3])
@@ -187,6 +209,12 @@ class Request:
             return *results, *(None,) * len(self.moved)
         others = dict(zip(wanted, results[3:], strict=True))
         return *results[:3], *map(others.get, self.moved)
+
+    def _exchanged(self, results: Results, count: int) -> Results:
+        """Results of `on_cpu`, the first ones in the order of the call."""
+        if not self.by_heads:
+            return results
+        return *(x.transpose(1, 2) for x in results[:count]), *results[count:]
 
     def call(
         self,
@@ -199,10 +227,29 @@ class Request:
 
         `own` are names and values of the other arguments, alternating.
         """
+        signature = self.checked(check, given, tensors, own)
+        return self.call_of(signature, given, tensors)
+
+    def checked(
+        self,
+        check: Any,
+        given: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+        own: tuple[Any, ...],
+    ) -> Any:
+        """What `signature.checked` returns of a call."""
         described = [describe(name, x) for name, x in given.items()]
         if tensors:
             described += [describe(name, x) for name, x in tensors.items()]
-        signature = checked(check, tuple(described), *own, *self.scalars)
+        return checked(check, tuple(described), *own, *self.scalars)
+
+    def call_of(
+        self,
+        signature: Signature,
+        given: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+    ) -> Call:
+        """The call that a signature is of."""
         call = Call(
             signature, given, None, traced.by_slots(tensors), self.seed,
             mod_numbers=self.numbers, kept=self.kept,
@@ -223,6 +270,9 @@ class Request:
         given = given | tensors
         check_devices({name: x.device for name, x in given.items()})
         arrays = {name: to_numpy(x) for name, x in given.items()}
+        if self.by_heads:
+            for name in ROWS & arrays.keys():
+                arrays[name] = arrays[name].swapaxes(1, 2)
         values = (*own, *self.scalars)
         others = dict(zip(values[::2], values[1::2], strict=True))
         if "seed" in others:
@@ -239,6 +289,22 @@ class Request:
         for x in results:  # those of `mod_arrays` are a dict
             flat += x.values() if isinstance(x, dict) else [x]
         return tuple(map(from_numpy, flat))
+
+
+@functools.cache
+def _forward_on(target: Target, is_by_heads: bool) -> Any:
+    """A check of forward calls: their signatures, and their launches if bare.
+
+    Both by one look-up.
+    """
+
+    def found(**given: Any) -> tuple[Signature, Any]:
+        signature = validate.forward(**given).signature
+        return signature, execute.launched_forward(
+            signature, target, target.family
+        )
+
+    return by_heads(found) if is_by_heads else found
 
 
 def backend_of(x: torch.Tensor) -> Backend | None:

@@ -6,6 +6,7 @@ of the tensors and the values of the other arguments, never the data.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,31 @@ class Shown:
         self.data = self  # as of a CuPy array
         self.ptr = offset
         self.device_id = device.index
+
+    def exchanged(self) -> Shown:
+        """The same, by tokens, of an array whose heads stand before these."""
+        found = copy.copy(self)
+        found.data = found
+        for name in ("shape", "strides"):
+            a, b, c, d = getattr(self, name)
+            setattr(found, name, (a, c, b, d))
+        return found
+
+
+# The arrays of a call that have an axis of heads and one of tokens.
+ROWS = frozenset(("q", "k", "v", "out", "dout"))
+
+
+@functools.cache
+def by_heads(check: Callable[..., Any]) -> Callable[..., Any]:
+    """A check of calls on (batch, heads, seqlen, head_dim) tensors."""
+
+    def exchanged(**given: Any) -> Any:
+        for name in ROWS & given.keys():
+            given[name] = given[name].exchanged()
+        return check(**given)
+
+    return exchanged
 
 
 def check_devices(devices: dict[str, torch.device]) -> None:

@@ -20,13 +20,16 @@ def is_traced(q: Any, k: Any, v: Any) -> bool:
     negates its numbers, which an operator's kernel gets as a copy (the
     imaginary part of a conjugate).
     """
-    if torch.compiler.is_compiling():
-        return True
+    return torch.compiler.is_compiling() or is_seen(q, k, v)
+
+
+def is_seen(q: Any, k: Any, v: Any) -> bool:
+    """`is_traced`, outside compilers."""
     return is_watched(q, k, v) or q.is_neg() or k.is_neg() or v.is_neg()
 
 
 def is_watched(q: Any, k: Any, v: Any) -> bool:
-    """`is_traced`, outside compilers, of tensors that do not negate."""
+    """`is_seen` of tensors that do not negate."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()

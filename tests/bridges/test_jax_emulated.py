@@ -8,11 +8,12 @@ import pytest
 
 jax = pytest.importorskip("jax", reason="tests of cuflash.jax need it")
 
-from bridge_cases import BridgeCase, arch_of, each_case  # noqa: E402
+from bridge_cases import SIZES, BridgeCase, arch_of, each_case  # noqa: E402
 from jax_data import assert_same, float64_if  # noqa: E402
 from jax_machines import STREAM, by_the_driver  # noqa: E402
 
 import cuflash.jax  # noqa: E402
+from helpers.data import Case  # noqa: E402
 from helpers.host_compiler import needs_compiler  # noqa: E402
 
 pytestmark = [pytest.mark.slow, needs_compiler]
@@ -37,8 +38,8 @@ def assert_same_bits(got, expected):
         assert_same(x, y)
 
 
-@each_case
-def test_a_call_and_its_derivatives(case):
+def check_call_and_derivatives(case, arch):
+    """Returns the names of the kernels that ran."""
     call = JaxCase(case)
 
     def each(point, moved, douts):
@@ -47,7 +48,7 @@ def test_a_call_and_its_derivatives(case):
         return results, gradients, tangents, again(tuple(moved))
 
     moved = [call.moved[x] for x in call.wrt]
-    with by_the_driver(arch_of(case.dtype)) as device:
+    with by_the_driver(arch) as device:
         with float64_if(case.dtype):
             got = jax.jit(each)(call.point(), moved, call.douts)
             jax.block_until_ready(got)
@@ -58,5 +59,19 @@ def test_a_call_and_its_derivatives(case):
         assert_same_bits(got[2], call.tangents())
         assert_same_bits(got[3], call.second_gradients(*results))
     assert {stream for _, stream in launches} == {STREAM}
+    entries = {entry for entry, _ in launches}
     for word in ("forward", "backward", "jvp", "double_backward"):
-        assert any(entry.startswith(word) for entry, _ in launches)
+        assert any(entry.startswith(word) for entry in entries)
+    return entries
+
+
+@each_case
+def test_a_call_and_its_derivatives(case):
+    check_call_and_derivatives(case, arch_of(case.dtype))
+
+
+def test_copies_in_float32():
+    """On sm_75 XLA converts bfloat16, which no tensor core multiplies."""
+    case = Case("bfloat16", **SIZES)
+    entries = check_call_and_derivatives(case, "sm_75")
+    assert {"forward_fma", "backward_fma"} <= entries

@@ -13,7 +13,6 @@ from scipy import special  # noqa: E402
 import cuflash.jax  # noqa: E402
 from cuflash.errors import (  # noqa: E402
     ExpressionError,
-    UnsupportedError,
     ValueRangeError,
 )
 from cuflash.jax import attention  # noqa: E402
@@ -221,9 +220,21 @@ def test_readouts_take_functions(name):
     # Weights below 1, of scores with ten roundings below 20.
     got = call(q, table)
     assert_allclose(got, wanted, "got", atol=4 * 10 * 20 * 2.0**-24)
-    words = "no gradient of mod_arrays"
-    with pytest.raises(UnsupportedError, match=words):
-        jax.grad(lambda t: call(q, t).sum())(table)
+    d = np.cos(np.arange(wanted.size)).reshape(wanted.shape).astype("f")
+    dq, _, _, dmod = getattr(cuflash, f"{name}_backward")(
+        d, *map(np.asarray, (q, k, lse)), return_dmod=("table",),
+        **options_of(table),
+    )  # fmt: skip
+    _, vjp = jax.vjp(jax.jit(call), q, table)
+    # Sums of 24 such terms.
+    bound = {"atol": 24 * 4 * 10 * 20 * 2.0**-24}
+    for x, y in zip(vjp(jnp.asarray(d)), (dq, dmod["table"]), strict=True):
+        assert_allclose(x, y, name, **bound)
+    alone = jax.vmap(jax.grad(lambda t: call(q, t).sum()))
+    got = alone(jnp.stack([table, 2 * table]))
+    for x, t in zip(got, (table, 2 * table), strict=True):
+        y = jax.grad(lambda t: call(q, t).sum())(t)
+        assert_allclose(x, y, name, **bound)
 
 
 @pytest.mark.parametrize("has_score", [False, True])

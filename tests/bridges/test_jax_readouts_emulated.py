@@ -69,3 +69,27 @@ def test_row_weights():
     assert got.shape == expected.shape
     bound = 10 * 2.0**-23 * abs(expected).max()
     assert abs(np.asarray(got) - expected).max() <= bound
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_gradients_of_arrays_that_a_score_reads(name):
+    q, k, v = inputs().values()
+    table = np.cos(np.arange(20, dtype="float32"))
+    given = {"score_mod": lambda s, b, h, i, j, *, t: s + t[i - j + 9] * s}
+    given |= CHOICES[name]
+
+    def call(t):
+        return getattr(cuflash.jax, name)(
+            q, k, lse, mod_arrays={"t": t}, deterministic=True, **given
+        )
+
+    with by_the_driver("sm_80"):
+        _, lse = cuflash.forward(q, k, v, return_lse=True)
+        d = np.asarray(call(table))
+        *_, expected = getattr(cuflash, f"{name}_backward")(
+            d, q, k, lse, mod_arrays={"t": table}, deterministic=True,
+            return_dmod=("t",), **given,
+        )  # fmt: skip
+        got = jax.grad(lambda t: (call(t) ** 2).sum() / 2)(jnp.asarray(table))
+        jax.block_until_ready(got)
+    assert_same(got, expected["t"])

@@ -107,6 +107,32 @@ def test_a_call_from_compiled_code_is_looked_up_once(fake, monkeypatch):
     assert len(fake.logged("launch")) == before + 1
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_flex_attention_makes_no_views(fake, monkeypatch, requires_grad):
+    """Nor a decision for a call like one before."""
+    from cuflash.request.validate import attention as validate
+
+    inputs = large(torch.float32, batch=1, requires_grad=requires_grad)
+    given = [x.detach().transpose(1, 2) for x in inputs]
+    mask = cuflash.torch.create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, 300, 300
+    )
+
+    def call():
+        leaves = [x.requires_grad_(requires_grad) for x in given]
+        flex = cuflash.torch.flex_attention
+        out, lse = flex(*leaves, None, mask, enable_gqa=True, return_lse=True)
+        if requires_grad:
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        return out, lse
+
+    call()
+    monkeypatch.setattr(validate, "signature_of", None)
+    monkeypatch.setattr(torch.Tensor, "transpose", None)
+    out, lse = call()
+    assert out.shape == given[0].shape and lse.shape == (1, 4, 300)
+
+
 @pytest.mark.parametrize("causal", [1, "yes", [True]])
 def test_what_equals_true_is_not_taken_for_it(fake, causal):
     inputs = large(torch.float32)

@@ -73,6 +73,18 @@ def test_calls_without_gradients(dtype):
     assert len({*device.launches}) == 1 and len(device.launches) == 4
 
 
+def test_copies_in_float32():
+    """On sm_75, whose tensor cores do not multiply bfloat16."""
+    call = TorchCase(Case("bfloat16", **SIZES))
+    with emulated_torch.active("sm_75") as device:
+        expected = call.on_numpy.results()
+        gradients = call.on_numpy.gradients(*expected)
+        got = call.results_and_gradients()
+        assert_same(got, (*expected, *gradients))
+        assert_same(call.results(), expected)
+    assert_launched(device, "backward_fma")
+
+
 @each_case
 def test_tangents(case):
     call = TorchCase(case)

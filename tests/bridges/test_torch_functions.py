@@ -54,7 +54,8 @@ def expected(bias):
 def recorded(monkeypatch):
     """Names of the functions that were recorded."""
     found, record = [], trace.record
-    monkeypatch.setattr(functions, "_KNOWN", {})
+    monkeypatch.setattr(functions, "_OF_CONTENT", {})
+    monkeypatch.setattr(functions, "_OF_KEYS", {})
 
     def noted(function, role, given):
         found.append(role)

@@ -96,6 +96,16 @@ def test_a_row_without_keys_is_zero():
         assert_finite(x.numpy(), name)
 
 
+def test_gradients_of_one_element_are_views():
+    """Those of x[0] would be zeros with a copy inside."""
+    nodes, names = [triangle_attention(*triangle_inputs(1)).grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        names.add(node.name())
+        nodes += [x for x, _ in node.next_functions if x is not None]
+    assert not [x for x in names if x.startswith(("Select", "Stack"))]
+
+
 def test_second_derivatives_of_triangles():
     inputs = [x[:, :2, :1, :3] for x in triangle_inputs(1)]
     inputs[3] = triangle_inputs(1)[3][:, :, :1, :3, :3]

@@ -58,3 +58,26 @@ def test_row_weights_and_queries_out_of_range():
             found.append((sums, drows))
     assert_equal(*found)
     assert found[0][1].any()
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_gradients_of_tensors_that_a_score_reads(name):
+    q, k, v = tensors(torch.float32)
+    table = torch.cos(torch.arange(40.0)).requires_grad_()
+    given = {"score_mod": lambda s, b, h, i, j, *, t: s + t[i - j + 20] * s}
+    given |= {"deterministic": True, **CHOICES[name]}
+    with emulated_torch.active("sm_80"):
+        lse = cuflash.torch.attention(q, k, v, return_lse=True)[1]
+        call = getattr(cuflash.torch, name)
+        got = call(q, k, lse, mod_arrays={"t": table}, **given)
+        (dtable,) = torch.autograd.grad(got, table, got.detach())
+        of_t = {"mod_arrays": {"t": table.detach().numpy()}}
+        backward = getattr(cuflash, f"{name}_backward")
+        *_, expected = on_numpy(
+            lambda *x, **more: tuple(
+                y["t"] if isinstance(y, dict) else y
+                for y in backward(*x, return_dmod=("t",), **of_t, **more)
+            ),
+            got.detach(), q, k, lse, **given,
+        )  # fmt: skip
+    assert_equal([dtable], [expected])

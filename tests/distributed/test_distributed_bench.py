@@ -49,3 +49,9 @@ def test_processes_get_a_launchers_variables(monkeypatch):
     assert bench.main(["--processes", "2", "--full"]) == 0
     assert [x[1]["RANK"] for x in started] == ["0", "1"]
     assert all(x[0][-1] == "--full" for x in started)
+
+
+def test_one_gpu_and_the_slowest():
+    """GPUs of 1 and 2 seconds make 1.5 calls in 2 seconds."""
+    alone, together = bench.over_ranks([[[1.0, 0.7]], [[2.0, 0.9]]])
+    assert alone == [pytest.approx(4 / 3)] and together == [0.9]

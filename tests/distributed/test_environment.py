@@ -1,7 +1,10 @@
 """Groups of the processes that a launcher started."""
 
+import contextlib
 import os
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,14 +13,30 @@ from cuflash import distributed
 from cuflash.distributed import environment
 
 LAUNCHERS = {
-    "torchrun": {"RANK": 3, "WORLD_SIZE": 8, "LOCAL_RANK": 1},
+    "torchrun": {
+        "RANK": 3,
+        "WORLD_SIZE": 8,
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 2,
+    },
     "Open MPI": {
         "OMPI_COMM_WORLD_RANK": 3,
         "OMPI_COMM_WORLD_SIZE": 8,
         "OMPI_COMM_WORLD_LOCAL_RANK": 1,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
     },
-    "MPICH": {"PMI_RANK": 3, "PMI_SIZE": 8, "MPI_LOCALRANKID": 1},
-    "Slurm": {"SLURM_PROCID": 3, "SLURM_NTASKS": 8, "SLURM_LOCALID": 1},
+    "MPICH": {
+        "PMI_RANK": 3,
+        "PMI_SIZE": 8,
+        "MPI_LOCALRANKID": 1,
+        "MPI_LOCALNRANKS": 2,
+    },
+    "Slurm": {
+        "SLURM_PROCID": 3,
+        "SLURM_NTASKS": 8,
+        "SLURM_LOCALID": 1,
+        "SLURM_NNODES": 4,
+    },
 }
 
 
@@ -30,10 +49,13 @@ def no_launcher(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_of_launchers(launcher, no_launcher, monkeypatch):
-    for name, value in LAUNCHERS[launcher].items():
+@pytest.mark.parametrize("of_machine", [2, 8])
+def test_ranks_of_launchers(launcher, of_machine, no_launcher, monkeypatch):
+    *others, (last, _) = LAUNCHERS[launcher].items()
+    count = 8 // of_machine if launcher == "Slurm" else of_machine
+    for name, value in (*others, (last, count)):
         monkeypatch.setenv(name, str(value))
-    assert environment.process() == (3, 8, 1)
+    assert environment.process() == (3, 8, 1, of_machine == 8)
 
 
 def test_without_a_launcher(no_launcher):
@@ -41,25 +63,58 @@ def test_without_a_launcher(no_launcher):
         distributed.group_from_environment()
 
 
-def shared(rank, size=2, timeout=5.0):
-    own = environment.Process(rank, size, rank)
-    return environment._share(own, timeout, None)
+def shared(rank, made, size=2, timeout=5.0):
+    own = environment.Process(rank, size, rank, True)
+    return environment._shared(own, timeout, lambda: made)
 
 
-def test_an_id_by_a_file(no_launcher, monkeypatch):
+def test_an_id_by_a_file(no_launcher, monkeypatch, tmp_path):
     """One of which the other rank finds only the whole."""
     made = os.urandom(128)
-    monkeypatch.setattr(environment, "unique_id", lambda library: made)
     monkeypatch.setattr(environment, "_count", iter([0, 0]))
     got = []
-    other = threading.Thread(target=lambda: got.append(shared(1).id))
+
+    def read():
+        with shared(1, None) as found:
+            got.append(found)
+
+    other = threading.Thread(target=read)
     other.start()
-    first = shared(0)
-    other.join()
-    assert first.id == made and got == [made]
-    assert first.file.stat().st_mode & 0o077 == 0
+    with shared(0, made) as own:
+        other.join()
+        (file,) = tmp_path.iterdir()
+        assert file.stat().st_mode & 0o077 == 0
+    assert own == made and got == [made]
+    assert not file.exists()
 
 
 def test_no_id_in_time(no_launcher):
     with pytest.raises(cuflash.GroupError, match="waited 0.1 s for rank 0"):
-        shared(1, timeout=0.1)
+        with shared(1, None, timeout=0.1):
+            pass
+
+
+@pytest.mark.parametrize("transport", [None, "peer"])
+def test_gpus_that_cannot_read_each_other(monkeypatch, transport):
+    """Then NCCL takes their place, unless peers were asked for."""
+
+    def refuse(*given, **options):
+        raise cuflash.UnsupportedError("cannot read")
+
+    device = SimpleNamespace(use=lambda: None)
+    cuda = SimpleNamespace(Device=lambda index: device)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    for name, value in {
+        "process": lambda: environment.Process(0, 1, 0, True),
+        "count_devices": lambda: 1,
+        "PeerGroup": refuse,
+        "find_library": lambda name: None,
+        "_shared": lambda *given: contextlib.nullcontext(b"id"),
+        "NcclGroup": lambda *given, **options: "by NCCL",
+    }.items():
+        monkeypatch.setattr(environment, name, value)
+    if transport == "peer":
+        with pytest.raises(cuflash.UnsupportedError, match="cannot read"):
+            distributed.group_from_environment(transport=transport)
+    else:
+        assert distributed.group_from_environment() == "by NCCL"

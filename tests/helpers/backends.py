@@ -18,6 +18,7 @@ from cuflash.launch import recipe
 from cuflash.plans import nearest_tiles, plan, tiles
 
 from . import tried
+from .data import SIMT, Emulation
 from .dtypes import DTYPES
 from .host_compiler import needs_compiler
 
@@ -170,6 +171,11 @@ on_backends = pytest.mark.parametrize("backend", BACKENDS)
 on_kernels = pytest.mark.parametrize("backend", [EMULATED, CUPY])
 
 
+def _machine(dtype, arch):
+    """A second kind of float32 kernels is that of simt."""
+    return SIMT if (dtype, arch) == ("float32", "sm_75") else Emulation(arch)
+
+
 def _each_kind(backends):
     """Choices of a backend, a dtype and what to emulate."""
     others = {"float16": "sm_90a", "bfloat16": "sm_90a", "float32": "sm_75"}
@@ -179,14 +185,14 @@ def _each_kind(backends):
             yield pytest.param(
                 *backend.values,
                 name,
-                arch,
+                _machine(name, arch),
                 marks=backend.marks,
                 id="-".join([backend.id, name, *([arch] if other else [])]),
             )
 
 
 # With every kind of forward kernel.
-_NAMES = ("backend", "dtype", "arch")
+_NAMES = ("backend", "dtype", "on")
 on_each_kind = pytest.mark.parametrize(_NAMES, [*_each_kind(BACKENDS)])
 on_each_emulated_kind = pytest.mark.parametrize(
     _NAMES, [*_each_kind([EMULATED])]
@@ -197,12 +203,12 @@ def _kinds_with_options():
     """Kernels that support all options; on a GPU the first of a dtype."""
     kinds = [("bfloat16", "sm_80"), ("float32", "sm_80"), ("float32", "sm_75")]
     for dtype, arch in kinds:
-        emulated = [*EMULATED.values, dtype, arch]
+        emulated = [*EMULATED.values, dtype, _machine(dtype, arch)]
         yield pytest.param(
             *emulated, marks=EMULATED.marks, id=f"emulated-{dtype}-{arch}"
         )
     for dtype, arch in dict(kinds[::-1]).items():
-        gpu = [*CUPY.values, dtype, arch]
+        gpu = [*CUPY.values, dtype, Emulation(arch)]
         yield pytest.param(*gpu, marks=CUPY.marks, id=f"cupy-{dtype}")
 
 

@@ -56,6 +56,10 @@ class Emulation:
     __repr__ = short_repr
 
 
+# Of float32, which the best family for every GPU runs by fma.
+SIMT = Emulation("sm_75", family="simt")
+
+
 @dataclass(frozen=True, repr=False)
 class Case(NumberFields):
     """One call, small enough to print as one line.

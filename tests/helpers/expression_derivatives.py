@@ -55,14 +55,21 @@ def arrays_of(case):
 
 
 class Call:
-    """A case's derivatives in one direction, all that moves or some."""
+    """A case's derivatives in one direction, all that moves or some.
 
-    def __init__(self, case, moving=(*INPUTS, *MOVING)):
+    score_mod : alone, of `arrays` that do not move; None: `bent`, `some`.
+    """
+
+    def __init__(
+        self, case, moving=(*INPUTS, *MOVING), score_mod=None, **arrays
+    ):
         self.case = case
-        self.arrays, dots = arrays_of(case)
+        self.arrays, dots = (arrays, {}) if score_mod else arrays_of(case)
         self.dots = {x: y for x, y in dots.items() if x in moving}
         self.direction = tangents(case, moving)
-        self.functions = {"score_mod": bent, "mask_mod": some}
+        self.functions = {"score_mod": score_mod}
+        if score_mod is None:
+            self.functions = {"score_mod": bent, "mask_mod": some}
 
     def options(self, backend):
         """Return the case's options and functions, arrays placed."""
@@ -102,14 +109,19 @@ class Call:
         with backend.running(self.case):
             found = cuflash.double_backward(
                 *(_place(backend, x) for x in given), **others, ddmods=dots,
-                **self.options(backend), return_d2mod=MOVING,
+                **self.options(backend), return_d2mod=self._summed(),
                 return_ddlse=True,
                 **{f"return_d2{x}": True for x in logits}, **more,
             )  # fmt: skip
-        names = ["q", "k", "v", "out", *logits, "mod", "lse"]
+        mod = ["mod"] if self._summed() else []
+        names = ["q", "k", "v", "out", *logits, *mod, "lse"]
         by_name = dict(zip(names, found, strict=True))
-        mods = by_name.pop("mod")
+        mods = by_name.pop("mod", {})
         return {x: backend.fetch(y) for x, y in (by_name | mods).items()}
+
+    def _summed(self):
+        """Return the names of the arrays that have second gradients."""
+        return tuple(x for x in MOVING if x in self.arrays)
 
     # What to expect ---------------------------------------------------------
 
@@ -131,7 +143,7 @@ class Call:
         found = double_backward(
             **moves, **self._arrays(), out=out, lse=lse, ddmods=self.dots,
             dout=_by_heads(inputs(self.case)[3], self.case.num_heads_q),
-            **self._options(return_dmod=MOVING),
+            **self._options(return_dmod=self._summed()),
         )  # fmt: skip
         heads = self.case.num_heads_kv
         refs = {
@@ -142,7 +154,7 @@ class Call:
             "bias": found.d2bias,
             "sink": found.d2sink,
             "lse": found.ddlse,
-            **found.d2mod,
+            **(found.d2mod or {}),
         }
         return {x: y for x, y in refs.items() if y is not None}
 

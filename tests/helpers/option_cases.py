@@ -14,7 +14,7 @@ from cuflash.plans.tiles import Tile
 from strategies import FEW_OPTIONS
 
 from .backends import CUPY, EMULATED
-from .data import Case, Emulation
+from .data import SIMT, Case, Emulation
 from .dtypes import DTYPES
 from .options import TABLE, everything, fields_of
 
@@ -151,7 +151,7 @@ _WIDE_KINDS = {
 KINDS = {
     "mma": {"dtype": "bfloat16"},
     "fma": {"dtype": "float32"},
-    "simt": {"dtype": "float32", "on": Emulation("sm_75")},
+    "simt": {"dtype": "float32", "on": SIMT},
     **_WIDE_KINDS,
 }
 

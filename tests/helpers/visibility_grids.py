@@ -76,8 +76,9 @@ class Grid:
         tiles = {}
         if self.direction in ("forward", "backward"):
             tiles = {f"{self.direction}_tile": self.tile}
+        arch = FAMILIES[self.family][1]
         return Case(
-            self.dtype, on=Emulation(FAMILIES[self.family][1], **tiles)
+            self.dtype, on=Emulation(arch, family=self.family, **tiles)
         )
 
     def check(self, backend, seen, arrays, **options):

@@ -15,7 +15,7 @@ from helpers import expected
 from helpers.apart import Apart
 from helpers.backends import on_kernels
 from helpers.compare import assert_forward_matches, assert_matches
-from helpers.data import Case, Emulation, inputs
+from helpers.data import SIMT, Case, Emulation, inputs
 from helpers.derivatives import (
     EVERYTHING,
     NUMPY,
@@ -35,7 +35,7 @@ SHAPES = {
     "float16": ("float16", 40, 72, {}),
     "bfloat16": ("bfloat16", 72, 40, {"on": HOPPER}),
     "fma": ("float32", 40, 24, {}),
-    "simt": ("float32", 24, 40, {"on": Emulation("sm_75", seed=3)}),
+    "simt": ("float32", 24, 40, {"on": replace(SIMT, seed=3)}),
     "dmma": ("float64", 40, 24, {}),
     "tf32x3": ("float32", 24, 40, {"precision": "tf32x3"}),
 }

@@ -11,7 +11,7 @@ from helpers import calls, expected
 from helpers.backends import EMULATED, on_kernels
 from helpers.checks import check_forward, check_gradients
 from helpers.compare import assert_all, assert_gradients_match, assert_matches
-from helpers.data import Case, Emulation, inputs
+from helpers.data import SIMT, Case, inputs
 
 SIZES = (16, 32, 64, 128)
 LENGTHS = {"emulated": (140, 150), "cupy": (300, 333)}
@@ -118,7 +118,7 @@ def test_fewer_numbers_in_a_row_than_threads(backend, block_q, block_k):
     """simt kernels: nothing past the row's end is read."""
     case = Case(
         "float32", seqlen_q=20, seqlen_k=24, causal=True,
-        block_q=block_q, block_k=block_k, on=Emulation("sm_75"),
+        block_q=block_q, block_k=block_k, on=SIMT,
     )  # fmt: skip
     check_forward(backend, case)
     check_gradients(backend, case)

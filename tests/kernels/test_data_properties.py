@@ -12,7 +12,7 @@ from helpers import calls, expected
 from helpers.backends import BACKENDS, EMULATED
 from helpers.checks import check_forward, check_gradients_of_forward
 from helpers.compare import assert_matches
-from helpers.data import Case, Emulation, inputs
+from helpers.data import SIMT, Case, Emulation, inputs
 from helpers.punishing import KINDS
 
 HEADS = {"num_heads_q": len(KINDS), "num_heads_kv": len(KINDS)}
@@ -23,7 +23,7 @@ FAMILIES = {
     "fma": {"dtype": "float32"},
     "tf32x3": {"dtype": "float32", "precision": "tf32x3", "seqlen_k": 90},
     "dmma": {"dtype": "float64", "seqlen_k": 90},
-    "simt": {"dtype": "float32", "on": Emulation("sm_75")},
+    "simt": {"dtype": "float32", "on": SIMT},
 }
 each_family = pytest.mark.parametrize(
     "fields", FAMILIES.values(), ids=FAMILIES

@@ -16,7 +16,7 @@ from helpers.compare import (
     assert_finite,
     assert_gradients_match,
 )
-from helpers.data import Case, Emulation, inputs, lse_gradient
+from helpers.data import SIMT, Case, Emulation, inputs, lse_gradient
 from helpers.drawn import on_each_backend
 from helpers.dtypes import DTYPES
 from helpers.option_cases import FAMILIES
@@ -33,7 +33,7 @@ OF_FAMILY = {
     "mma": Case("float16", 2, 70, 90, 2, 1, 40, 24, causal=True),
     "fma": Case("float32", 2, 70, 90, 2, 1, 40, 24, causal=True),
     "simt": Case("float32", 2, 70, 90, 2, 1, 40, 24, causal=True,
-                 on=Emulation("sm_75")),
+                 on=SIMT),
     "dmma": Case("float64", 2, 70, 90, 2, 1, 40, 24, causal=True),
     "tf32x3": Case("float32", 2, 70, 90, 2, 1, 40, 24, causal=True,
                    precision="tf32x3"),

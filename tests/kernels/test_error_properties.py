@@ -9,7 +9,7 @@ import pytest
 
 from helpers import calls, expected, necessary
 from helpers.backends import CUPY, EMULATED, on_kernels
-from helpers.data import Case, Emulation, inputs
+from helpers.data import SIMT, Case, Emulation, inputs
 from helpers.heads import heads_first, heads_last
 
 # Heads are problems of their own, which share one launch; 64 of them, or 16
@@ -95,19 +95,19 @@ def test_decode_rounds_no_more_than_need_be(backend, num_sms):
 
 @on_problems
 @pytest.mark.parametrize(
-    ("backend", "arch", "precision"),
+    ("backend", "on", "precision"),
     [
         pytest.param(*backend.values, *kind, marks=backend.marks)
         for backend, *kind in (
-            (EMULATED, "sm_80", None),
-            (EMULATED, "sm_75", None),
-            (EMULATED, "sm_80", "tf32x3"),
-            (CUPY, "", None),
+            (EMULATED, Emulation(), None),
+            (EMULATED, SIMT, None),
+            (EMULATED, Emulation(), "tf32x3"),
+            (CUPY, None, None),
         )
     ],
 )
 def test_float32_is_about_as_good_as_plain_attention(
-    backend, arch, precision, problems
+    backend, on, precision, problems
 ):
     """By the factors of CONTRIBUTING ("Error"), of the rms of all.
 
@@ -115,7 +115,7 @@ def test_float32_is_about_as_good_as_plain_attention(
     its bounds (docs/guide/accuracy.md) are those of test_error_bounds.py.
     """
     case = Case(
-        "float32", seqlen_k=64, precision=precision, on=Emulation(arch),
+        "float32", seqlen_k=64, precision=precision, on=on,
         **SHAPE, **heads(problems),
     )  # fmt: skip
     arrays = inputs(case)

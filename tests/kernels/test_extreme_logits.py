@@ -73,12 +73,12 @@ def test_forward(backend, case):
     [{}, {"scale": -1.0}, {"dropout": 0.25}],
     ids=["plain", "negative", "dropout"],
 )
-def test_one_in_millions_beside_a_sink(backend, dtype, arch, changes):
+def test_one_in_millions_beside_a_sink(backend, dtype, on, changes):
     """What rounding its exponent adds to acc and l is no part of a sink."""
     fields = {"scale": 1.0, "arrays_of": ("sink",), **changes}
     case = Case(
         dtype, seqlen_q=20, seqlen_k=40, head_dim=40, values="one_in_millions",
-        on=Emulation(arch), **fields,
+        on=on, **fields,
     )  # fmt: skip
     q, k, v, _ = inputs(case)
     q *= q.dtype.type(case.scale)
@@ -148,10 +148,10 @@ def test_rows_that_see_nothing(backend, dtype, seqlen_k):
 
 
 @on_each_emulated_kind
-def test_each_row_has_its_own_maximum(backend, dtype, arch):
+def test_each_row_has_its_own_maximum(backend, dtype, on):
     """The maximum is at another key per row, larger by 1, by 40 or by 300."""
     case = Case(dtype, 1, 200, 200, head_dim=64, head_dim_v=64, scale=1.0,
-                on=Emulation(arch))  # fmt: skip
+                on=on)  # fmt: skip
     q, k, v, _ = inputs(case)
     k[...] = np.sign(k)
     above = 2.0 ** np.resize(np.repeat([0, 3, -5], 4), 200)
@@ -164,7 +164,7 @@ def test_each_row_has_its_own_maximum(backend, dtype, arch):
 # The second one times log2(e) is half a step from the nearest float32.
 @pytest.mark.parametrize("top", [0, 24.125])
 @on_each_emulated_kind
-def test_many_weights_alike(backend, dtype, arch, top):
+def test_many_weights_alike(backend, dtype, on, top):
     """Rounded one after the other, all would be rounded to one side.
 
     A lane sums 1,024 of 4,096 weights: at least 8 of a tile, then at most 128
@@ -172,7 +172,7 @@ def test_many_weights_alike(backend, dtype, arch, top):
     step each; the logarithm and the last sum by two steps of lse; exponents
     by half a step of a score, and of the largest.
     """
-    case = Case(dtype, 1, 20, 4096, head_dim=8, scale=1.0, on=Emulation(arch))
+    case = Case(dtype, 1, 20, 4096, head_dim=8, scale=1.0, on=on)
     q, k, v, _ = inputs(case)
     q[...], k[...] = 0, 0
     q[..., 0], k[..., 0], k[:, -1, :, 0] = 1, top - 0.2, top

@@ -18,7 +18,7 @@ from helpers.compare import (
     assert_matches,
     assert_within,
 )
-from helpers.data import Case, Emulation, inputs
+from helpers.data import SIMT, Case, Emulation, inputs
 from helpers.drawn import on_each_backend
 from helpers.option_cases import FAMILIES
 from helpers.packed import max_scores_of_sequences, packed_inputs
@@ -36,7 +36,7 @@ OF_FAMILY = {
     "fma": replace(PLAIN, dtype="float32"),
     "mma8 float64": replace(PLAIN, dtype="float64"),
     "mma8 tf32x3": replace(PLAIN, dtype="float32", precision="tf32x3"),
-    "simt": replace(PLAIN, dtype="float32", on=Emulation("sm_75")),
+    "simt": replace(PLAIN, dtype="float32", on=SIMT),
     # Keys in parts, merged.
     "decode": Case("bfloat16", 2, 3, 600, 4, 2, 40, 24, scale=-0.2),
     "decode_simt": Case("float32", 2, 2, 600, 4, 2, 40, 24, scale=-0.2),

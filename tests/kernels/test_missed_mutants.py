@@ -87,7 +87,7 @@ def test_merging_with_a_state_without_keys(backend, dtype, empty_first):
 
 
 @on_each_emulated_kind
-def test_nonfinite_numbers_with_several_heads(backend, dtype, arch):
+def test_nonfinite_numbers_with_several_heads(backend, dtype, on):
     """With several key heads, and query heads that share one.
 
     No key head has two of them: what one should not reach is finite. A lane
@@ -102,7 +102,7 @@ def test_nonfinite_numbers_with_several_heads(backend, dtype, arch):
     head_dim = 40 if dtype == "float32" else 16
     case = Case(
         dtype, 2, 40, 60, 6, 3, head_dim, head_dim, causal=True, scale=-0.3,
-        spoiled=spoiled, on=Emulation(arch),
+        spoiled=spoiled, on=on,
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
@@ -114,14 +114,14 @@ def test_nonfinite_numbers_with_several_heads(backend, dtype, arch):
 
 
 @on_each_emulated_kind
-def test_huge_scores_that_scale_rounds(backend, dtype, arch):
+def test_huge_scores_that_scale_rounds(backend, dtype, on):
     """Forward and backward have to round scale * S alike.
 
     In the other tests of huge scores scale is 1, and nothing is rounded.
     """
     case = Case(
         dtype, 1, 20, 40, head_dim=32, scale=0.7, values="one_huge",
-        on=Emulation(arch),
+        on=on,
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
@@ -154,10 +154,10 @@ def test_an_infinity_of_dout_meets_weights_of_0(backend, values):
 
 
 @on_each_emulated_kind
-def test_a_mask_of_each_head(backend, dtype, arch):
+def test_a_mask_of_each_head(backend, dtype, on):
     case = Case(
         dtype, 2, 30, 40, 2, 2, arrays_of=("mask",), seed=2,
-        on=Emulation(arch), spoiled=(("v", (1, 39, 1, 5), "nan"),),
+        on=on, spoiled=(("v", (1, 39, 1, 5), "nan"),),
     )  # fmt: skip
     assert case.options()["mask"].shape[1:] == (2, 30, 40)
     q, k, v, _ = inputs(case)
@@ -167,9 +167,9 @@ def test_a_mask_of_each_head(backend, dtype, arch):
 
 
 @on_each_emulated_kind
-def test_out_alone(backend, dtype, arch):
+def test_out_alone(backend, dtype, on):
     """Without lse."""
-    case = Case(dtype, on=Emulation(arch))
+    case = Case(dtype, on=on)
     q, k, v, _ = inputs(case)
     want, _ = calls.forward(backend, case, q, k, v)
     with backend.running(case):
@@ -192,9 +192,9 @@ def test_rows_computed_again_without_lse(backend):
 
 
 @on_each_emulated_kind
-def test_a_value_near_the_largest_number(backend, dtype, arch):
+def test_a_value_near_the_largest_number(backend, dtype, on):
     """No weight may exceed 1, although a later score is slightly larger."""
-    case = Case(dtype, 1, 4, 2, scale=1.0, on=Emulation(arch))
+    case = Case(dtype, 1, 4, 2, scale=1.0, on=on)
     q, k, v, _ = inputs(case)
     q[...], k[...], v[...] = 0, 0, 0
     q[..., 0], k[:, 1, :, 0] = 1, 0.75

@@ -11,7 +11,7 @@ from helpers import calls, expected
 from helpers.apart import Apart
 from helpers.backends import EMULATED
 from helpers.compare import assert_forward_matches, assert_gradients_match
-from helpers.data import Case, Emulation, inputs
+from helpers.data import SIMT, Case, Emulation, inputs
 
 
 def hopper(stages, block_q=64, wide=False, **of_machine):
@@ -57,7 +57,7 @@ CASES = {
     ),
     "simt_masked": Case(
         "float32", 2, 50, 70, 4, 2, 40, 24, causal=True, scale=-0.3,
-        dropout=0.25, layout="unlike", on=Emulation("sm_75"),
+        dropout=0.25, layout="unlike", on=SIMT,
     ),
     "simt_whole": Case(
         "float64", 1, 70, 50, 3, 1, 24, 40, on=Emulation("sm_75")

@@ -5,7 +5,7 @@ import pytest
 from helpers import calls, expected
 from helpers.backends import on_each_kind, on_each_kind_with_options
 from helpers.compare import assert_forward_matches
-from helpers.data import Case, Emulation, inputs
+from helpers.data import Case, inputs
 
 
 def check_forward(backend, case, **how):
@@ -17,19 +17,19 @@ def check_forward(backend, case, **how):
 
 @on_each_kind
 @pytest.mark.parametrize("values", ["one_large", "one_hugely_negative"])
-def test_large_scores(backend, dtype, arch, values):
+def test_large_scores(backend, dtype, on, values):
     """lse equals the largest score up to rounding."""
     case = Case(
         dtype, seqlen_q=20, seqlen_k=40, head_dim=40, scale=-1.0,
-        values=values, on=Emulation(arch),
+        values=values, on=on,
     )  # fmt: skip
     check_forward(backend, case, exact_scores=True)
 
 
 @on_each_kind_with_options
-def test_beside_a_sink(backend, dtype, arch):
+def test_beside_a_sink(backend, dtype, on):
     case = Case(
         dtype, seqlen_q=20, seqlen_k=40, scale=-0.3, arrays_of=("sink",),
-        on=Emulation(arch),
+        on=on,
     )  # fmt: skip
     check_forward(backend, case)

@@ -96,14 +96,14 @@ def test_rows_that_see_nothing_give_nothing(backend, case):
     assert_gradients_match(grads, want, case)
 
 
-def with_row_of_minus_infinity(dtype, arch, seqlen_k):
+def with_row_of_minus_infinity(dtype, on, seqlen_k):
     """Return a case and its inputs: query 7 scores -inf everywhere."""
     case = Case(
         dtype,
         seqlen_q=80,
         seqlen_k=seqlen_k,
         head_dim=1,
-        on=Emulation(arch),
+        on=on,
     )
     q, k, v, dout = inputs(case)
     q[:, 7] = -np.inf
@@ -112,10 +112,8 @@ def with_row_of_minus_infinity(dtype, arch, seqlen_k):
 
 @on_each_kind
 @pytest.mark.parametrize("seqlen_k", [1, 100])
-def test_scores_of_minus_infinity_have_no_weight(
-    backend, dtype, arch, seqlen_k
-):
-    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, arch, seqlen_k)
+def test_scores_of_minus_infinity_have_no_weight(backend, dtype, on, seqlen_k):
+    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, on, seqlen_k)
     out, lse = calls.forward(backend, case, q, k, v)
     assert_all(out[:, 7], 0, "out[:, 7]", case)
     assert_all(lse[..., 7], -np.inf, "lse[..., 7]", case)
@@ -135,11 +133,9 @@ def check_key_of_minus_infinity(backend, case):
 
 
 @on_each_kind
-def test_a_key_of_minus_infinity_has_no_weight(backend, dtype, arch):
+def test_a_key_of_minus_infinity_has_no_weight(backend, dtype, on):
     """Padding rows of a tile must not read it: 0 * -inf is NaN."""
-    case = Case(
-        dtype, seqlen_q=80, seqlen_k=100, head_dim=1, on=Emulation(arch)
-    )
+    case = Case(dtype, seqlen_q=80, seqlen_k=100, head_dim=1, on=on)
     check_key_of_minus_infinity(backend, case)
 
 
@@ -153,11 +149,11 @@ def test_a_key_of_minus_infinity_by_wide_tiles(backend):
 
 
 @on_each_kind
-def test_masked_tiles_of_nan_do_not_spread(backend, dtype, arch):
+def test_masked_tiles_of_nan_do_not_spread(backend, dtype, on):
     """Rows of NaN only; 40 of 104 queries see none of them."""
     case = Case(
         dtype, seqlen_q=104, seqlen_k=128, head_dim=64, head_dim_v=64,
-        causal=True, on=Emulation(arch),
+        causal=True, on=on,
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     k[:, 64:], v[:, 64:] = np.nan, np.nan
@@ -171,11 +167,11 @@ def test_masked_tiles_of_nan_do_not_spread(backend, dtype, arch):
 
 
 @on_each_kind
-def test_infinities_of_both_signs_are_nan(backend, dtype, arch):
+def test_infinities_of_both_signs_are_nan(backend, dtype, on):
     """In all columns of dv; and so if a query that is masked has a NaN."""
     case = Case(
         dtype, seqlen_q=104, seqlen_k=128, head_dim=64, head_dim_v=64,
-        causal=True, on=Emulation(arch),
+        causal=True, on=on,
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     dout[:, 0], dout[:, 100], dout[:, 101] = np.nan, np.inf, -np.inf
@@ -205,9 +201,9 @@ def test_queries_before_a_key_of_their_tile(backend, head_dim):
 
 @on_each_kind
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_scores_of_minus_infinity_are_read(backend, dtype, arch, bad):
+def test_scores_of_minus_infinity_are_read(backend, dtype, on, bad):
     """A visible pair of weight 0 counts: 0 * NaN and 0 * inf are NaN."""
-    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, arch, 100)
+    case, (q, k, v, dout) = with_row_of_minus_infinity(dtype, on, 100)
     v[:, 90, :, 3], dout[:, 7, :, 5] = bad, bad
     out, lse = calls.forward(backend, case, q, k, v)
     assert_arrays_equal(
@@ -220,11 +216,11 @@ def test_scores_of_minus_infinity_are_read(backend, dtype, arch, bad):
 
 
 @on_each_kind
-def test_a_weight_that_underflows_is_read(backend, dtype, arch):
+def test_a_weight_that_underflows_is_read(backend, dtype, on):
     """The value of key 3 is inf, its weight exp(-2000): 0 * inf is NaN."""
     case = Case(
         dtype, seqlen_q=20, seqlen_k=20, head_dim=1, scale=1.0, causal=True,
-        on=Emulation(arch),
+        on=on,
     )  # fmt: skip
     q, k, v, _ = inputs(case)
     q[...], k[...], k[:, 3], v[:, 3, :, 0] = 1, 0, -2000, np.inf
@@ -235,11 +231,11 @@ def test_a_weight_that_underflows_is_read(backend, dtype, arch):
 
 
 @on_each_kind
-def test_infinities_meet_weights_of_1_and_0(backend, dtype, arch):
+def test_infinities_meet_weights_of_1_and_0(backend, dtype, on):
     """Consecutive rows see the key with weight 0, between, and 1."""
     case = Case(
         dtype, seqlen_q=20, seqlen_k=20, head_dim=1, scale=-1.0, causal=True,
-        on=Emulation(arch),
+        on=on,
     )  # fmt: skip
     q, k, v, _ = inputs(case)
     q[0, :, 0, 0] = np.resize([-1, 0, 1], 20)

@@ -27,9 +27,8 @@ from helpers.option_cases import FAMILIES, KINDS, on_wide_kinds
 
 
 @on_each_kind_with_options
-def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
+def test_a_sink_of_minus_infinity_is_none(backend, dtype, on):
     """Also in the 24 of 40 rows that see no key: -inf is all they have."""
-    on = Emulation(arch)
     case = Case(dtype, 1, 40, 16, 2, 2, causal=True, on=on)
     q, k, v, dout = inputs(case)
     placed = [backend.place(x) for x in (q, k, v)]
@@ -46,7 +45,7 @@ def test_a_sink_of_minus_infinity_is_none(backend, dtype, arch):
 
 
 @on_each_kind_with_options
-def test_visible_nan_spreads_by_scores(backend, dtype, arch):
+def test_visible_nan_spreads_by_scores(backend, dtype, on):
     """NaN and infinities, whose own products the kernels add one by one."""
     spoiled = (
         ("q", (0, 20, 1, 3), "inf"),
@@ -56,7 +55,7 @@ def test_visible_nan_spreads_by_scores(backend, dtype, arch):
     case = Case(
         dtype, 1, 40, 50, 2, 1, causal=True, softcap=2.0, seed=1,
         arrays_of=("alibi_slopes", "bias"), spoiled=spoiled,
-        on=Emulation(arch),
+        on=on,
     )  # fmt: skip
     q, k, v, dout = inputs(case)
     got = calls.gradients(backend, case, q, k, v, dout)
@@ -65,10 +64,10 @@ def test_visible_nan_spreads_by_scores(backend, dtype, arch):
 
 
 @on_each_kind_with_options
-def test_the_gradient_of_a_bias_of_each_pair(backend, dtype, arch):
+def test_the_gradient_of_a_bias_of_each_pair(backend, dtype, on):
     """In tiles that the mask cuts and in whole ones, of several heads."""
     case = Case(dtype, 2, 70, 150, 2, 2, causal=True, arrays_of=("bias",),
-                seed=1, on=Emulation(arch))  # fmt: skip
+                seed=1, on=on)  # fmt: skip
     assert case.options()["bias"].shape == (2, 2, 70, 150)
     check_gradients_of_forward(backend, case)
 
@@ -89,9 +88,9 @@ def test_what_is_seen_of_v_spreads(backend, changes):
 
 
 @on_each_kind_with_options
-def test_options_by_any_strides(backend, dtype, arch):
+def test_options_by_any_strides(backend, dtype, on):
     """Transposed, reversed and, of bias, at no multiple of its size."""
-    case = Case(dtype, 2, 33, 44, 2, 2, on=Emulation(arch),
+    case = Case(dtype, 2, 33, 44, 2, 2, on=on,
                 arrays_of=("bias", "mask", "sink"))  # fmt: skip
     given = case.options()
     full = (2, 2, 33, 44)
@@ -115,9 +114,8 @@ def test_options_by_any_strides(backend, dtype, arch):
 
 
 @on_each_kind_with_options
-def test_a_bias_that_was_broadcast_before(backend, dtype, arch):
+def test_a_bias_that_was_broadcast_before(backend, dtype, on):
     """Its elements share memory, and each has a gradient of its own."""
-    on = Emulation(arch)
     case = Case(dtype, 1, 33, 44, 2, 2, deterministic=True, on=on)
     row = np.arange(33).astype(DTYPES[dtype])[:, None] / 8
     views = np.broadcast_to(row, (1, 2, 33, 44))

@@ -30,6 +30,7 @@ from helpers.data import Case, Emulation, inputs
 QUERY, KEY = 7, 3  # QUERY sees the keys up to its own number
 
 # Two of them multiply to twice the largest power of two, times the scale.
+_ON = Emulation()
 FACTOR = {
     "float16": 2.0**7,  # 2^14 times the scale, which is 2^114
     "bfloat16": 2.0**64,
@@ -45,10 +46,10 @@ _numpy = [
 on_each_kind_and_numpy = pytest.mark.parametrize(_names, [*_kinds, *_numpy])
 
 
-def case_of(dtype, arch="sm_80", **changes):
+def case_of(dtype, on=_ON, **changes):
     scale = 2.0**114 if dtype == "float16" else 1.0
     return Case(dtype, seqlen_q=20, seqlen_k=20, causal=True, scale=scale,
-                deterministic=True, on=Emulation(arch), **changes)  # fmt: skip
+                deterministic=True, on=on, **changes)  # fmt: skip
 
 
 def results(backend, case, of_q, of_k, keys=KEY):
@@ -91,22 +92,22 @@ def check_overflow(backend, case, factor):
 
 
 @on_each_kind
-def test_a_product_past_the_largest_number(backend, dtype, arch):
-    check_overflow(backend, case_of(dtype, arch), FACTOR[dtype])
+def test_a_product_past_the_largest_number(backend, dtype, on):
+    check_overflow(backend, case_of(dtype, on), FACTOR[dtype])
 
 
 @on_each_kind
-def test_a_scaled_score_past_the_largest_number(backend, dtype, arch):
-    case = case_of(dtype, arch)
+def test_a_scaled_score_past_the_largest_number(backend, dtype, on):
+    case = case_of(dtype, on)
     case = replace(case, scale=4 * case.scale)
     check_overflow(backend, case, FACTOR[dtype] / 2)
 
 
 @on_each_kind
-def test_a_product_past_it_that_is_scaled_down(backend, dtype, arch):
+def test_a_product_past_it_that_is_scaled_down(backend, dtype, on):
     """Except float16, whose products fit in float32."""
     if dtype != "float16":
-        case = replace(case_of(dtype, arch), scale=2.0**-20)
+        case = replace(case_of(dtype, on), scale=2.0**-20)
         check_overflow(backend, case, FACTOR[dtype])
 
 
@@ -125,15 +126,15 @@ def test_on_other_kernels(backend, case):
 
 
 @on_each_kind_and_numpy
-def test_beside_a_sink(backend, dtype, arch):
-    case = case_of(dtype, arch, arrays_of=("sink",))
+def test_beside_a_sink(backend, dtype, on):
+    case = case_of(dtype, on, arrays_of=("sink",))
     check_overflow(backend, case, FACTOR[dtype])
 
 
 @on_each_kind_and_numpy
-def test_a_bias_past_the_largest_number(backend, dtype, arch):
+def test_a_bias_past_the_largest_number(backend, dtype, on):
     """With a score of half of it; float32's, also of 16-bit types."""
-    case = case_of(dtype, arch)
+    case = case_of(dtype, on)
     factor = 2.0**63
     bias = np.zeros((20, 20), np.float32)
     bias[QUERY, KEY] = 2.0**127
@@ -157,20 +158,20 @@ def check_as_half(backend, case, of_k):
 
 
 @on_each_kind_and_numpy
-def test_a_softcap_takes_it_back(backend, dtype, arch):
-    case = replace(case_of(dtype, arch), softcap=5.0)
+def test_a_softcap_takes_it_back(backend, dtype, on):
+    case = replace(case_of(dtype, on), softcap=5.0)
     check_as_half(backend, case, FACTOR[dtype])
 
 
 @on_each_kind
-def test_one_score_of_minus_infinity_has_no_weight(backend, dtype, arch):
-    check_as_half(backend, case_of(dtype, arch), -FACTOR[dtype])
+def test_one_score_of_minus_infinity_has_no_weight(backend, dtype, on):
+    check_as_half(backend, case_of(dtype, on), -FACTOR[dtype])
 
 
 @on_each_kind
-def test_lse_identifies_a_row_of_minus_infinity(backend, dtype, arch):
+def test_lse_identifies_a_row_of_minus_infinity(backend, dtype, on):
     """And its weights are 0, as in a row without keys."""
-    case, factor = case_of(dtype, arch), FACTOR[dtype]
+    case, factor = case_of(dtype, on), FACTOR[dtype]
     got = results(backend, case, factor, -factor, keys=slice(None))
     sound = results(backend, case, 0, -factor, keys=slice(None))
     out, lse, dq = (x[:, QUERY] for x in got[:3])

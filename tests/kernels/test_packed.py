@@ -1,5 +1,7 @@
 """Packed sequences on kernels: each is computed as if alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -49,36 +51,36 @@ def test_backward(backend, case):
 
 
 @on_each_kind_with_options
-def test_many_short_ones(backend, dtype, arch):
+def test_many_short_ones(backend, dtype, on):
     """More than a warp searches in two rounds on a GPU, one here."""
     count = 90 if backend.name == "emulated" else 3000
     rng = np.random.default_rng(0)
     offsets = [np.r_[0, np.cumsum(rng.integers(0, 4, count))] for _ in "qk"]
     of_q, of_k = (tuple(map(int, x)) for x in offsets)
     check_packed(backend, Case(dtype, 1, of_q[-1], of_k[-1], causal=True,
-                             on=Emulation(arch),
+                             on=on,
                              offsets=(of_q, of_k)))  # fmt: skip
 
 
 @on_each_kind_with_options
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_one_long_among_short_ones(backend, dtype, arch, place):
+def test_one_long_among_short_ones(backend, dtype, on, place):
     """At any position; grouped heads, several tiles."""
     lengths = [3, 1, 20]
     lengths.insert(place, 170)
     offsets = tuple(map(int, np.r_[0, np.cumsum(lengths)]))
     check_packed(backend, Case(dtype, 1, 194, 194, 4, 2, 40, 40, causal=True,
-                             deterministic=True, on=Emulation(arch),
+                             deterministic=True, on=on,
                              offsets=(offsets, offsets)))  # fmt: skip
 
 
 @on_each_kind_with_options
-def test_blocks_begin_with_a_sequence(backend, dtype, arch):
+def test_blocks_begin_with_a_sequence(backend, dtype, on):
     """With its first key tile, for which the others wait to add to dq.
 
     Not with the second tile of the first, though its queries end there.
     """
-    on = Emulation(arch, num_sms=1, resident=1)
+    on = replace(on, num_sms=1, resident=1)
     check_packed(backend, Case(dtype, 1, 11, 301, 4, 2, 40, 40, causal=True,
                              deterministic=True, on=on,
                              offsets=((0, 5, 11), (0, 300, 301))))  # fmt: skip
@@ -97,11 +99,11 @@ SPOILED = tuple(
 
 
 @on_each_kind_with_options
-def test_other_sequences_do_not_spread(backend, dtype, arch):
+def test_other_sequences_do_not_spread(backend, dtype, on):
     """Nor do the tokens after the last sequence."""
     check_packed(backend, Case(
         dtype, 1, 140, 255, 4, 2, 40, 24, causal=True, layout="unlike",
-        spoiled=SPOILED, on=Emulation(arch), offsets=AFTER_MANY,
+        spoiled=SPOILED, on=on, offsets=AFTER_MANY,
     ))  # fmt: skip
 
 
@@ -111,11 +113,11 @@ def test_other_sequences_do_not_spread(backend, dtype, arch):
     [((0, 30, 30, 75), (0, 40, 45, 80)), ((0,), (0,))],
     ids=["several", "none"],
 )
-def test_slopes_of_sequences(backend, dtype, arch, offsets):
+def test_slopes_of_sequences(backend, dtype, on, offsets):
     """No sequence has those of the tokens of none."""
     check_packed(backend, Case(
         dtype, 1, 80, 83, 4, 2, 40, 24, causal=True, offsets=offsets,
-        arrays_of=("alibi_slopes_of_batches",), on=Emulation(arch), seed=1,
+        arrays_of=("alibi_slopes_of_batches",), on=on, seed=1,
     ))  # fmt: skip
 
 
@@ -130,10 +132,10 @@ def test_no_sequences_have_no_slopes(backend):
 
 
 @on_each_kind_with_options
-def test_equal_slopes_of_sequences_are_shared_ones(backend, dtype, arch):
+def test_equal_slopes_of_sequences_are_shared_ones(backend, dtype, on):
     """Bit for bit, by any strides."""
     case = Case(
-        dtype, 1, 80, 80, 2, 1, on=Emulation(arch),
+        dtype, 1, 80, 80, 2, 1, on=on,
         offsets=((0, 30, 30, 75), (0, 40, 45, 80)),
     )  # fmt: skip
     _, (q, k, v, dout) = packed_inputs(case)
@@ -171,21 +173,21 @@ BAD = [
 @on_each_kind_with_options
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.usefixtures("unread_offsets")
-def test_bad_offsets_give_zeros(backend, dtype, arch, bad):
+def test_bad_offsets_give_zeros(backend, dtype, on, bad):
     assert_all_zeros(backend, Case(
         dtype, 1, 40, 40, arrays_of=("sink",), offsets=bad[:2],
-        on=Emulation(arch),
+        on=on,
     ))  # fmt: skip
 
 
 @on_each_kind_with_options
 @pytest.mark.usefixtures("unread_offsets")
-def test_bad_offsets_give_zeros_for_any_values(backend, dtype, arch):
+def test_bad_offsets_give_zeros_for_any_values(backend, dtype, on):
     """Keys and queries never meet, as 0 * NaN would be NaN."""
     spoiled = [(x, (0, 9), "nan") for x in ("q", "k", "v", "dout")]
     assert_all_zeros(backend, Case(
         dtype, 1, 40, 40, spoiled=tuple(spoiled), offsets=BAD[0][:2],
-        on=Emulation(arch),
+        on=on,
     ))  # fmt: skip
 
 

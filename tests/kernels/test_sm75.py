@@ -1,6 +1,6 @@
 """float16 on sm_75: MMAs of eight products, copies that are complete at once.
 
-bfloat16 runs on CUDA cores there.
+bfloat16 runs on CUDA cores there (test_widened.py).
 """
 
 from dataclasses import replace

@@ -5,15 +5,15 @@ import numpy as np
 from helpers import calls
 from helpers.backends import on_each_kind
 from helpers.compare import assert_all, assert_bitwise
-from helpers.data import Case, Emulation, inputs
+from helpers.data import Case, inputs
 
 
 @on_each_kind
-def test_queries_before_the_first_key(backend, dtype, arch):
+def test_queries_before_the_first_key(backend, dtype, on):
     """Whole tiles see none, some rows, or the key: 0 * -inf is NaN."""
     case = Case(
         dtype, seqlen_q=200, seqlen_k=1, causal=True, scale=0.0,
-        on=Emulation(arch),
+        on=on,
     )  # fmt: skip
     q, k, v, _ = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)

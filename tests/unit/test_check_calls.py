@@ -46,12 +46,12 @@ def test_every_family_and_dtype_has_calls_on_some_gpu():
 
 def test_a_family_that_a_gpu_lacks_is_named():
     wanted = [
-        Call("forward", "float32", Shape(1, 16, 16), family=x)
-        for x in ("fma", "simt")
+        Call("forward", "float64", Shape(1, 16, 16), family=x)
+        for x in ("mma8_float64", "simt")
     ]
     found = kernels.planned(wanted, device_of_arch("sm_75"))
     assert found.calls == wanted[1:]
-    assert found.missing == {("fma", "float32"): "runs by simt"}
+    assert found.missing == {("mma8_float64", "float64"): "runs by simt"}
 
 
 def test_each_option_is_checked():

@@ -4,11 +4,13 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from cuflash import folders
 from cuflash.build import nvrtc
 from cuflash.errors import CompileError
+from cuflash.expressions import trace
 from cuflash.request.problem import MOST_STATES, Rotary
 from helpers.dtypes import DTYPES, lse_dtype
 from helpers.kernels import kernels, small_kernel
@@ -125,6 +127,21 @@ def test_double_backward_on_hopper_does_not_spill(head_dim):
         if not kernel.file.startswith("simt/"):
             report = nvrtc.report(kernel, "sm_90a")
             assert report.spill_bytes == 0 and not report.warnings
+
+
+def capped(score, b, h, q_idx, kv_idx):
+    return 20.0 * np.tanh(score / 20.0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_double_backward_of_scores_spills_little(head_dim):
+    """Its f_x and f_xx take 64 registers more: docs/lab/derivatives.md."""
+    score, _ = trace.record(capped, "score_mod", trace.Given())
+    *_, main, _, _, _ = kernels(
+        "double_backward", "bfloat16", "sm_90a", head_dim, score_mod=score
+    )
+    assert main.file == "sm90/double_backward.cu"
+    assert nvrtc.report(main, "sm_90a").spill_bytes <= 48
 
 
 NO_ROOM = [("jvp", "sm_86", 512), ("double_backward", "sm_86", 512)]

@@ -41,6 +41,7 @@ PLACES = {
         "overloads, a TileMask",
         "mask_mod return_dbias return_dsink return_dmod",
     ),
+    "api/readout": ("overloads, gradients by name", "return_dmod"),
     "api/reads": ("reads of the two roles", "mask_mod score_mod"),
     "api/derivatives": ("a TileMask", "mask_mod"),
     "api/lse_of_call": (
@@ -92,6 +93,9 @@ PLACES = {
         "dtypes, launches",
         "bias mask mask_mod window segment_ids max_seqlen_k return_dsink",
     ),
+    "plans/sm90_double_backward": (
+        "the one that it has, and what it lacks", "return_dmod score_mod",
+    ),
     "plans/sm90_jvp": ("the one that it has", "score_mod"),
     "plans/sm90": (
         "memory, registers",
@@ -133,6 +137,7 @@ PLACES = {
     "torch/attention": ("seeds drawn, warnings", "bias dropout seed"),
     "torch/derivatives": ("linear in it", "dropout"),
     "torch/block_mask": ("theirs", "mask_mod"),
+    "torch/block_slices": ("theirs", "mask_mod"),
     "torch/flex": ("theirs", "mask_mod score_mod"),
     "torch/pair_bias": ("theirs", "bias mask mod_arrays score_mod"),
     "jax/pair_bias": ("theirs", "bias mask"),

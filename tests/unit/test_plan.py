@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from cuflash.errors import UnsupportedError, ValueRangeError
 from cuflash.expressions import nodes
-from cuflash.plans import nearest_tiles
+from cuflash.plans import fma, nearest_tiles
 from cuflash.plans.kernel import EVEN_SECTIONS
 from cuflash.plans.plan import (
     default_plans,
     device_of_arch,
+    in_float32,
     legal_tiles,
     occupancy,
     plan,
@@ -158,6 +159,41 @@ def test_sm_75_multiplies_float16_on_tensor_cores(direction, d):
 
 
 @both_directions
+@pytest.mark.parametrize("d", [1, 32, 64, 96, 128, 192, 256])
+def test_64_kib_hold_tiles_of_float32(direction, d):
+    """Some of them for sm_75 alone: elsewhere larger ones fit."""
+    assert planned(direction, "float32", d, "sm_75").family == "fma"
+    others = (planned(direction, "float32", d, x) for x in ("sm_80", "sm_86"))
+    assert not any(fma.is_small(x.tile) for x in others)
+
+
+@both_directions
+def test_sizes_that_64_kib_do_not_hold_are_of_simt(direction):
+    sizes = {"arch": "sm_75", "block_q": 16, "block_k": 8}
+    assert planned(direction, "float32", **sizes).family == "simt"
+
+
+@pytest.mark.parametrize("direction", [*DIRECTIONS, *DERIVATIVES])
+def test_bfloat16_runs_on_copies_where_tensor_cores_lack_it(direction):
+    problem = small_problem(direction, "bfloat16")
+    old, new = device_of_arch("sm_75"), device_of_arch("sm_80")
+    assert in_float32(problem, old) and not in_float32(problem, new)
+    assert not in_float32(replace(problem, dtype="float16"), old)
+    assert not in_float32(replace(problem, dtype="float32"), old)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [({}, "simt"), ({"block_q": 16}, None), ({"head_dim": 512}, None),
+     ({"seqlen_q": 1, "seqlen_k": 4096}, None)],
+    ids=["asked", "sized", "wide", "few_queries"],
+)  # fmt: skip
+def test_other_bfloat16_is_read_in_place(changes, wanted):
+    problem = small_problem("forward", "bfloat16", **changes)
+    assert not in_float32(problem, device_of_arch("sm_75"), wanted)
+
+
+@both_directions
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_kernels_need_sm_75(direction, dtype):
     assert planned(direction, dtype, arch="sm_75").kernels
@@ -171,7 +207,8 @@ def test_plain_kernels_need_sm_75(direction, dtype):
     [
         ("sm_80", None, "fma"),
         ("sm_80", "simt", "simt"),
-        ("sm_75", None, "simt"),  # no cp.async
+        ("sm_75", None, "fma"),
+        ("sm_75", "simt", "simt"),
     ],
 )
 def test_float32_falls_back_to_simt(direction, arch, wanted, family):
@@ -182,7 +219,7 @@ def test_float32_falls_back_to_simt(direction, arch, wanted, family):
 @pytest.mark.parametrize(
     ("arch", "block_q", "family"),
     [("sm_80", None, "fma"), ("sm_80", 32, "fma"), ("sm_80", 8, "simt"),
-     ("sm_75", None, "simt")],
+     ("sm_75", None, "fma")],
 )  # fmt: skip
 @pytest.mark.parametrize("direction", ["jvp", "double_backward"])
 def test_derivatives_of_float32_fall_back_to_simt(
@@ -271,7 +308,8 @@ def test_options_of_wide_heads_run_by_wgmma(direction, option):
 
 @pytest.mark.parametrize(
     ("arch", "families"),
-    [("sm_75", ["simt"] * 4), ("sm_80", ["simt", "fma", "simt", "fma"]),
+    [("sm_75", ["simt"] * 3 + ["fma"]),
+     ("sm_80", ["simt", "fma", "simt", "fma"]),
      ("sm_90a", ["fma"] * 4), ("sm_120", ["simt"] * 3 + ["fma"])],
 )  # fmt: skip
 @both_directions

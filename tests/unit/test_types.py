@@ -22,12 +22,12 @@ CALLS = {
     "weights": ("WeightsOptions", set()),
     "weight_sums": ("WeightSumsOptions", set()),
     "entropy": ("ReadoutOptions", set()),
-    "weights_backward": ("WeightsGradientOptions", set()),
+    "weights_backward": ("WeightsGradientOptions", {"return_dmod"}),
     "weight_sums_backward": (
         "WeightSumsGradientOptions",
-        {"return_drow_weights"},
+        {"return_drow_weights", "return_dmod"},
     ),
-    "entropy_backward": ("EntropyGradientOptions", set()),
+    "entropy_backward": ("EntropyGradientOptions", {"return_dmod"}),
 }
 BRIDGES = {"torch": "TorchOptions", "jax": "JaxOptions"}
 

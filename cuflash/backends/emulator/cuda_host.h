@@ -16,6 +16,10 @@ extern "C" void* memcpy(void*, const void*, __SIZE_TYPE__) noexcept;
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
+// A function that a program has once and calls: most of g++'s time is what kernels inline at many
+// places. For functions of scalars: what a caller passes by reference would leave its registers.
+#define EMULATOR_CALLED __attribute__((noinline)) inline
+
 // 16 bytes that are read and written at once. Otherwise the compiler would split the accesses and
 // omit unused parts.
 template <class T> struct alignas(16) FourOf {
@@ -173,64 +177,31 @@ inline void __syncwarp(unsigned mask = emulator::WHOLE_WARP, EMULATOR_SITE) {
     emulator::meet_and_order(mask, {file, line});
 }
 
-namespace emulator {
-
-template <class T> struct Shuffle { T value; int partner; T result; };
-
-// Every lane receives its partner's value. A partner outside the mask has no value.
-template <class T> void shuffle(void* const (&lanes)[32]) {
-    for (void* lane : lanes) {
-        if (lane == nullptr) continue;
-        Shuffle<T>& own = *static_cast<Shuffle<T>*>(lane);
-        const auto* partner = static_cast<const Shuffle<T>*>(lanes[own.partner]);
-        if (partner == nullptr) __builtin_memset(&own.result, 0xFF, sizeof(T));
-        else own.result = partner->value;
-    }
-}
-
-}  // namespace emulator
-
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, EMULATOR_SITE) {
+EMULATOR_CALLED T __shfl_xor_sync(unsigned mask, T value, int lane_mask, EMULATOR_SITE) {
     const int lane = static_cast<int>(threadIdx.x % 32);
-    emulator::Shuffle<T> own{value, (lane ^ lane_mask) & 31, value};
-    emulator::meet("__shfl_xor_sync", mask, &own, emulator::shuffle<T>, {file, line});
-    return own.result;
+    T result;
+    emulator::shuffle("__shfl_xor_sync", mask, &value, &result, sizeof(T), (lane ^ lane_mask) & 31,
+                      {file, line});
+    return result;
 }
 
 template <class T>
-inline T __shfl_sync(unsigned mask, T value, int source, EMULATOR_SITE) {
-    emulator::Shuffle<T> own{value, source & 31, value};
-    emulator::meet("__shfl_sync", mask, &own, emulator::shuffle<T>, {file, line});
-    return own.result;
+EMULATOR_CALLED T __shfl_sync(unsigned mask, T value, int source, EMULATOR_SITE) {
+    T result;
+    emulator::shuffle("__shfl_sync", mask, &value, &result, sizeof(T), source & 31, {file, line});
+    return result;
 }
-
-namespace emulator {
-
-struct Ballot { bool predicate; unsigned result; };
-
-inline void ballot(void* const (&lanes)[32]) {
-    unsigned result = 0;
-    for (int i = 0; i < 32; ++i)
-        if (lanes[i] != nullptr && static_cast<const Ballot*>(lanes[i])->predicate)
-            result |= 1u << i;
-    for (void* lane : lanes)
-        if (lane != nullptr) static_cast<Ballot*>(lane)->result = result;
-}
-
-}  // namespace emulator
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
-    emulator::Ballot own{predicate != 0, 0};
-    emulator::meet("__ballot_sync", mask, &own, emulator::ballot, {file, line});
-    return own.result;
+    return emulator::ballot(mask, predicate != 0, {file, line});
 }
 
 // ---- Global memory ----
 
 inline void __threadfence() {}          // stores become visible in program order anyway
 
-template <class T> inline T atomicAdd(T* target, T x, EMULATOR_SITE) {
+template <class T> EMULATOR_CALLED T atomicAdd(T* target, T x, EMULATOR_SITE) {
     static_assert(T(1) / 2 < T(1) && sizeof(T) >= 4, "of numbers, as kernels use it");
     emulator::check_global(target, sizeof(T), sizeof(T), emulator::Access::WRITE, {file, line});
     const T old = *target;

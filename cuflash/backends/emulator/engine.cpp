@@ -46,6 +46,8 @@ extern "C" void emulator_entry(const void* argument);
 #include "engine_scheduler.h"
 #include "engine_waiting.h"
 #include "engine_copies.h"
+#include "engine_numbers.h"
+#include "engine_warps.h"
 #include "engine_hopper.h"
 #include "engine_hooks.h"
 

@@ -97,8 +97,26 @@ struct WgmmaOperands {
 };
 void start_wgmma(WgmmaOperands& operands, Site site);
 
-// d += a b, rounded to float once per element or, if the launch truncates, as on tensor cores.
-void multiply_add(float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8]);
+// ---- What the lanes of a warp do together ----
+
+// Each lane gets `bytes` bytes at its partner's `value`; a partner outside the mask has none.
+void shuffle(const char* operation, uint32_t mask, const void* value, void* result, int bytes,
+             int partner, Site site);
+uint32_t ballot(uint32_t mask, bool predicate, Site site);
+void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed, Site site);
+uint32_t movmatrix(uint32_t pair, Site site);
+void stmatrix(uint32_t address, const uint32_t (&r)[4], Site site);
+// `halves`: two MMAs of 8 products, the first 8 first, as below sm_80.
+void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool bfloat16,
+                 bool halves, Site site);
+void mma_16x8x8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Site site);
+
+// ---- Numbers of 16 bits ----
+
+float value_of_16_bits(uint16_t bits, bool bfloat16);
+// x rounded to nearest even.
+uint32_t float16_bits(float x);
+uint32_t bfloat16_bits(float x);
 
 }  // namespace emulator
 

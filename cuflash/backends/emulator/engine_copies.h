@@ -87,6 +87,7 @@ void multiply_add_truncated(
         }
 }
 
+// d += a b, rounded to float once per element or, if the launch truncates, as on tensor cores.
 void multiply_add(float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8]) {
     if (launch.truncates) return multiply_add_truncated(d, a, b);
     for (int row = 0; row < 16; ++row) {

@@ -127,6 +127,11 @@ class Machine:
         array.fill(0)
         return array
 
+    def rows(
+        self, shape: tuple[int, ...], dtype: Any, zero: bool = False
+    ) -> np.ndarray:
+        return self.zeros(shape, dtype) if zero else self.empty(shape, dtype)
+
     def copy(self, target: np.ndarray, source: np.ndarray) -> None:
         target[...] = source
 

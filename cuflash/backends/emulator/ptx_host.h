@@ -5,53 +5,17 @@
 
 // ---- Conversions ----
 
-inline float to_float(float16 x) {
-    const u32 sign = static_cast<u32>(x.bits & 0x8000) << 16;
-    const u32 exponent = x.bits >> 10 & 31, fraction = x.bits & 0x3FF;
-    if (exponent == 31)                                     // NaN or infinite
-        return __uint_as_float(sign | 0x7F800000u | fraction << 13);
-    if (exponent == 0) {                                    // zero or denormal: fraction 2^-24
-        const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
-        return __uint_as_float(sign | __float_as_uint(magnitude));
-    }
-    return __uint_as_float(sign | (exponent + 112) << 23 | fraction << 13);
-}
+inline float to_float(float16 x) { return emulator::value_of_16_bits(x.bits, false); }
 
 inline float to_float(bfloat16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 
 template <typename Element> u32 pack(float low, float high);
 
-namespace emulator {
-
-// x / 2^bits, rounded to nearest even.
-inline u32 shift_rounded(u32 x, int bits) {
-    if (bits > 31) return 0;
-    const u32 half = 1u << (bits - 1), kept = x >> bits, rest = x & ((1u << bits) - 1);
-    return kept + (rest > half || (rest == half && kept % 2 == 1));
-}
-
-inline u32 float16_bits(float x) {
-    const u32 bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
-    if (magnitude > 0x7F800000u) return 0x7FFF;             // NaN
-    if (magnitude >= 0x47800000u) return sign | 0x7C00;     // 2^16 and more
-    if (magnitude >= 0x38800000u)                           // normal: rebias, round the fraction
-        return sign | (shift_rounded(magnitude, 13) - (112 << 10));
-    const u32 fraction = (magnitude & 0x7FFFFF) | (magnitude >> 23 ? 0x800000 : 0);
-    return sign | shift_rounded(fraction, 126 - static_cast<int>(magnitude >> 23));
-}
-
-inline u32 bfloat16_bits(float x) {
-    const u32 bits = __float_as_uint(x);
-    return (bits & 0x7FFFFFFF) > 0x7F800000u ? 0x7FFF : shift_rounded(bits, 16);
-}
-
-}  // namespace emulator
-
-template <> inline u32 pack<float16>(float low, float high) {
+template <> EMULATOR_CALLED u32 pack<float16>(float low, float high) {
     return emulator::float16_bits(low) | emulator::float16_bits(high) << 16;
 }
 
-template <> inline u32 pack<bfloat16>(float low, float high) {
+template <> EMULATOR_CALLED u32 pack<bfloat16>(float low, float high) {
     return emulator::bfloat16_bits(low) | emulator::bfloat16_bits(high) << 16;
 }
 
@@ -65,17 +29,17 @@ template <typename Element> inline Element high_half(u32 pair) {
 
 // ---- Arithmetic ----
 
-inline float exp2_approx(float x) {
+EMULATOR_CALLED float exp2_approx(float x) {
     const float y = exp2f(x);
     return y < 0x1p-126f ? 0.0f : y;                        // flushed; NaN stays
 }
 
-inline float reciprocal_approx(float x) {
+EMULATOR_CALLED float reciprocal_approx(float x) {
     const auto flushed = [](float a) { return fabsf(a) < 0x1p-126f ? copysignf(0.0f, a) : a; };
     return flushed(1.0f / flushed(x));
 }
 
-inline u32 multiply_float16_pairs(u32 a, u32 b) {
+EMULATOR_CALLED u32 multiply_float16_pairs(u32 a, u32 b) {
     const auto product = [&](auto half) {
         return to_float(half(a)) * to_float(half(b));
     };
@@ -96,7 +60,7 @@ inline void e4m3_to_float16(u32 (&pairs)[2], u32 word) {
     for (int i = 0; i < 2; ++i) pairs[i] = pack<float16>(number(i * 2), number(i * 2 + 1));
 }
 
-inline u32 max_of_upper_halves(u32 m, float a, float b) {
+EMULATOR_CALLED u32 max_of_upper_halves(u32 m, float a, float b) {
     const auto order = [](u32 bits) {                       // of float16 numbers, NaN above all
         const int size = static_cast<int>(bits >> 16 & 0x7FFF);
         return size > 0x7C00 ? 0x7FFF : (bits >> 31) != 0 ? -size : size;
@@ -112,57 +76,16 @@ inline u32 max_of_upper_halves_of_sizes(u32 m, float a, float b) {
     return max_of_upper_halves(m, fabsf(a), fabsf(b));
 }
 
-namespace emulator {
-
-struct MmaOperands { float* d; const u32* a; u32 b[2]; };
-
-// Below sm_80 an MMA of 16 products is two of 8, the first 8 first.
-constexpr bool HALVES_OF_MMAS = __CUDA_ARCH__ < 800;
-
-inline void multiply_add_half(
-    float (&d)[16][8], const float (&a)[16][16], const float (&b)[16][8], int half) {
-    float columns[16][16] = {}, rows[16][8] = {};           // eight more products of 0
-    for (int k = half * 8; k < half * 8 + 8; ++k) {
-        for (int i = 0; i < 16; ++i) columns[i][k] = a[i][k];
-        for (int j = 0; j < 8; ++j) rows[k][j] = b[k][j];
-    }
-    multiply_add(d, columns, rows);
-}
-
-template <typename Element> void mma_16x8x16(void* const (&lanes)[32]) {
-    float a[16][16], b[16][8], d[16][8];
-    for (int lane = 0; lane < 32; ++lane) {
-        const MmaOperands& own = *static_cast<const MmaOperands*>(lanes[lane]);
-        const int g = lane / 4, t = lane % 4;
-        for (int i = 0; i < 4; ++i) {
-            const int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
-            a[row][column] = to_float(low_half<Element>(own.a[i]));
-            a[row][column + 1] = to_float(high_half<Element>(own.a[i]));
-            d[g + i / 2 * 8][2 * t + i % 2] = own.d[i];
-        }
-        for (int i = 0; i < 2; ++i) {
-            b[2 * t + i * 8][g] = to_float(low_half<Element>(own.b[i]));
-            b[2 * t + i * 8 + 1][g] = to_float(high_half<Element>(own.b[i]));
-        }
-    }
-    if constexpr (HALVES_OF_MMAS)
-        for (int half = 0; half < 2; ++half) multiply_add_half(d, a, b, half);
-    else
-        multiply_add(d, a, b);
-    for (int lane = 0; lane < 32; ++lane)
-        for (int i = 0; i < 4; ++i)
-            static_cast<const MmaOperands*>(lanes[lane])->d[i] =
-                d[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
-}
-
-}  // namespace emulator
-
-template <typename Element>
 inline void mma_16x8x16(
-    float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Element, EMULATOR_SITE) {
-    emulator::MmaOperands own{d, a, {b0, b1}};
-    emulator::meet("mma.sync", emulator::WHOLE_WARP, &own, emulator::mma_16x8x16<Element>,
-                   {file, line});
+    float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, float16, EMULATOR_SITE) {
+    constexpr bool HALVES = __CUDA_ARCH__ < 800;
+    emulator::mma_16x8x16(d, a, b0, b1, false, HALVES, {file, line});
+}
+
+inline void mma_16x8x16(
+    float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bfloat16, EMULATOR_SITE) {
+    constexpr bool HALVES = __CUDA_ARCH__ < 800;
+    emulator::mma_16x8x16(d, a, b0, b1, true, HALVES, {file, line});
 }
 
 namespace emulator {
@@ -180,37 +103,17 @@ inline void mma_16x8x8(void* const (&lanes)[32]) {
     for (int lane = 0; lane < 32; ++lane)
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
-            double& sum = static_cast<const DoubleOperands*>(lanes[lane])->d[i];
+            double& d = static_cast<const DoubleOperands*>(lanes[lane])->d[i];
+            double sum = d;
             for (int k = 0; k < 8; ++k) sum = fma(a[row][k], b[k][column], sum);
+            d = sum;
         }
-}
-
-inline float tf32(u32 bits) { return __uint_as_float(bits & 0xFFFFE000); }
-
-inline void mma_16x8x8_tf32(void* const (&lanes)[32]) {
-    float a[16][16] = {}, b[16][8] = {}, d[16][8];          // eight more products of 0
-    for (int lane = 0; lane < 32; ++lane) {
-        const MmaOperands& own = *static_cast<const MmaOperands*>(lanes[lane]);
-        const int g = lane / 4, t = lane % 4;
-        for (int i = 0; i < 4; ++i) {
-            a[g + i % 2 * 8][t + i / 2 * 4] = tf32(own.a[i]);
-            d[g + i / 2 * 8][2 * t + i % 2] = own.d[i];
-        }
-        for (int i = 0; i < 2; ++i) b[t + i * 4][g] = tf32(own.b[i]);
-    }
-    multiply_add(d, a, b);
-    for (int lane = 0; lane < 32; ++lane)
-        for (int i = 0; i < 4; ++i)
-            static_cast<const MmaOperands*>(lanes[lane])->d[i] =
-                d[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
 }
 
 }  // namespace emulator
 
 inline void mma_16x8x8(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMULATOR_SITE) {
-    emulator::MmaOperands own{d, a, {b0, b1}};
-    emulator::meet("mma.sync", emulator::WHOLE_WARP, &own, emulator::mma_16x8x8_tf32,
-                   {file, line});
+    emulator::mma_16x8x8_tf32(d, a, b0, b1, {file, line});
 }
 
 inline void mma_16x8x8(
@@ -228,68 +131,21 @@ inline u32 shared_address(const void* pointer) {
 inline u32 opaque(u32 x) { return x; }
 inline float* opaque(float* x) { return x; }
 
-namespace emulator {
-
-struct LdmatrixOperands { const u32* row; u32* r; };
-
-// Of matrix i, lane l gets elements 2(l % 4) and 2(l % 4) + 1 of row l / 4; transposed: of column.
-template <bool TRANSPOSED> void ldmatrix(void* const (&lanes)[32]) {
-    const auto operands = [&](int lane) -> const LdmatrixOperands& {
-        return *static_cast<const LdmatrixOperands*>(lanes[lane]);
-    };
-    for (int i = 0; i < 4; ++i)
-        for (int lane = 0; lane < 32; ++lane) {
-            const int line = lane / 4, pair = lane % 4;
-            const auto element = [&](int row, int column) {
-                return operands(i * 8 + row).row[column / 2] >> (column % 2 * 16) & 0xFFFF;
-            };
-            operands(lane).r[i] = TRANSPOSED
-                ? element(2 * pair, line) | element(2 * pair + 1, line) << 16
-                : element(line, 2 * pair) | element(line, 2 * pair + 1) << 16;
-        }
-}
-
-template <bool TRANSPOSED> inline void ldmatrix_of(u32 (&r)[4], u32 address, Site site) {
-    const LdmatrixOperands own{
-        static_cast<const u32*>(shared_memory(address, 16, 16, Access::READ_BY_WARP, site)), r};
-    meet("ldmatrix", WHOLE_WARP, const_cast<LdmatrixOperands*>(&own), ldmatrix<TRANSPOSED>, site);
-}
-
-}  // namespace emulator
-
 inline void ldmatrix_x4(u32 (&r)[4], u32 address, EMULATOR_SITE) {
-    emulator::ldmatrix_of<false>(r, address, {file, line});
+    emulator::ldmatrix(r, address, false, {file, line});
 }
 
 inline void ldmatrix_x4_transposed(u32 (&r)[4], u32 address, EMULATOR_SITE) {
-    emulator::ldmatrix_of<true>(r, address, {file, line});
+    emulator::ldmatrix(r, address, true, {file, line});
 }
-
-namespace emulator {
-
-struct MovmatrixOperands { u32 pair, transposed; };
-
-inline void movmatrix(void* const (&lanes)[32]) {
-    const auto element = [&](int row, int column) {
-        const u32 pair = static_cast<const MovmatrixOperands*>(lanes[row * 4 + column / 2])->pair;
-        return pair >> (column % 2 * 16) & 0xFFFF;
-    };
-    for (int lane = 0; lane < 32; ++lane)
-        static_cast<MovmatrixOperands*>(lanes[lane])->transposed =
-            element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
-}
-
-}  // namespace emulator
 
 inline u32 movmatrix_transposed(u32 pair, EMULATOR_SITE) {
-    emulator::MovmatrixOperands own{pair, 0};
-    emulator::meet("movmatrix", emulator::WHOLE_WARP, &own, emulator::movmatrix, {file, line});
-    return own.transposed;
+    return emulator::movmatrix(pair, {file, line});
 }
 
 constexpr bool HAS_REDUX = __CUDA_ARCH__ >= 800;
 
-inline int redux_min(int x, EMULATOR_SITE) {
+EMULATOR_CALLED int redux_min(int x, EMULATOR_SITE) {
     for (int distance = 16; distance > 0; distance /= 2) {
         const int other =
             __shfl_xor_sync(emulator::WHOLE_WARP, x, distance, file, line);
@@ -299,28 +155,28 @@ inline int redux_min(int x, EMULATOR_SITE) {
 }
 inline int redux_max(int x, EMULATOR_SITE) { return ~redux_min(~x, file, line); }
 
-inline void store_shared(u32 address, u32 word, EMULATOR_SITE) {
+EMULATOR_CALLED void store_shared(u32 address, u32 word, EMULATOR_SITE) {
     *static_cast<u32*>(
         emulator::shared_memory(address, 4, 4, emulator::Access::WRITE, {file, line})) = word;
 }
 
-inline void store_shared(u32 address, u16 x, EMULATOR_SITE) {
+EMULATOR_CALLED void store_shared(u32 address, u16 x, EMULATOR_SITE) {
     *static_cast<u16*>(
         emulator::shared_memory(address, 2, 2, emulator::Access::WRITE, {file, line})) = x;
 }
 
-inline void store_shared_16(u32 address, float x, float y, float z, float w, EMULATOR_SITE) {
+EMULATOR_CALLED void store_shared_16(u32 address, float x, float y, float z, float w, EMULATOR_SITE) {
     *static_cast<float4*>(
         emulator::shared_memory(address, 16, 16, emulator::Access::WRITE, {file, line})) = {
         x, y, z, w};
 }
 
-inline uint4 load_shared_16(u32 address, EMULATOR_SITE) {
+EMULATOR_CALLED uint4 load_shared_16(u32 address, EMULATOR_SITE) {
     return *static_cast<const uint4*>(
         emulator::shared_memory(address, 16, 16, emulator::Access::READ, {file, line}));
 }
 
-inline float load_shared_float(u32 address, EMULATOR_SITE) {
+EMULATOR_CALLED float load_shared_float(u32 address, EMULATOR_SITE) {
     return *static_cast<const float*>(
         emulator::shared_memory(address, 4, 4, emulator::Access::READ, {file, line}));
 }
@@ -372,12 +228,12 @@ inline void reduce_add_4(float* target, const float (&x)[4], EMULATOR_SITE) {
     for (int i = 0; i < 4; ++i) target[i] += x[i];
 }
 
-inline void reduce_add_s32(int* target, int x, EMULATOR_SITE) {
+EMULATOR_CALLED void reduce_add_s32(int* target, int x, EMULATOR_SITE) {
     emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
     *target = static_cast<int>(static_cast<u32>(*target) + static_cast<u32>(x));
 }
 
-inline void reduce_add_nonzero(float* target, float x, EMULATOR_SITE) {
+EMULATOR_CALLED void reduce_add_nonzero(float* target, float x, EMULATOR_SITE) {
     if (x == 0.0f) return;
     emulator::check_global(target, 4, 4, emulator::Access::WRITE, {file, line});
     *target += x;
@@ -453,7 +309,7 @@ inline void griddepcontrol_launch_dependents() {}
 
 inline void fence_async_proxy() { emulator::fence_async_proxy(); }
 
-inline void tma_load(u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,
+EMULATOR_CALLED void tma_load(u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,
                      EMULATOR_SITE) {
     emulator::load_box(target, &map, barrier, {x0, x1, x2, x3}, {file, line});
 }
@@ -482,26 +338,9 @@ inline void tma_store_commit() { emulator::commit_stores(); }
 template <int PENDING> inline void tma_store_wait_read() { emulator::read_stores(PENDING); }
 template <int PENDING> inline void tma_store_wait() { emulator::write_stores(PENDING); }
 
-// Lane l gives the address of row l % 8 of matrix l / 8: its own 16 bytes are checked as its own.
-namespace emulator {
-
-struct StmatrixOperands { u32* row; u32 r[4]; };
-
-inline void stmatrix(void* const (&lanes)[32]) {
-    for (int i = 0; i < 4; ++i)
-        for (int lane = 0; lane < 32; ++lane) {
-            const auto& target = *static_cast<const StmatrixOperands*>(lanes[i * 8 + lane / 4]);
-            target.row[lane % 4] = static_cast<const StmatrixOperands*>(lanes[lane])->r[i];
-        }
-}
-
-}  // namespace emulator
-
-inline void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3, EMULATOR_SITE) {
-    emulator::StmatrixOperands own{
-        static_cast<u32*>(emulator::shared_memory(
-            address, 16, 16, emulator::Access::WRITE, {file, line})), {r0, r1, r2, r3}};
-    emulator::meet("stmatrix", emulator::WHOLE_WARP, &own, emulator::stmatrix, {file, line});
+EMULATOR_CALLED void stmatrix_x4(
+    u32 address, u32 r0, u32 r1, u32 r2, u32 r3, EMULATOR_SITE) {
+    emulator::stmatrix(address, {r0, r1, r2, r3}, {file, line});
 }
 
 inline void wgmma_fence(EMULATOR_SITE) { emulator::fence_wgmmas({file, line}); }

@@ -135,7 +135,7 @@ def gradients(
 ) -> None:
     """Add the gradients with respect to q and k, unscaled, and to lse.
 
-    And to row_weights: rowsum(P * g).
+    And to row_weights: rowsum(P * g). A score_mod adds those of its arrays.
     """
     for scores, places in visits:
         dk, heads = of_heads(found["k"], scores.heads), scores.heads
@@ -160,7 +160,8 @@ def gradients(
                 dx = _masked(np.multiply(r, g) * p, seen)
                 found["lse"][at] -= dx.sum(axis=-1)
                 if slopes is not None:
-                    dx = _masked(slopes.through(dx), seen)
+                    through = slopes._replace(visible=seen).through(dx)
+                    dx = _masked(through, seen)
                 if cap is not None:
                     dx *= cap.slope
                 found["q"][at] += dx @ scores.k[..., tile.keys, :]

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from cuflash.backends.numpy import expressions, reference
 from cuflash.backends.numpy import readout_tiles as tiles
-from cuflash.backends.numpy import reference
 from cuflash.backends.numpy.arrays import (
     Arrays,
     dtype_of,
@@ -44,7 +44,7 @@ def readout(call: Call) -> np.ndarray:
 
 @_quiet
 def readout_backward(call: Call) -> tuple[np.ndarray, ...]:
-    """Return dq, dk and dlse; drow_weights, as the user passed it."""
+    """Return dq, dk and dlse; drow_weights, as the user passed it; dmods."""
     p, arrays, of_call = call.problem, operands(call, *_INPUTS), options(call)
     assert p.readout is not None
     results = {
@@ -63,11 +63,12 @@ def readout_backward(call: Call) -> tuple[np.ndarray, ...]:
         add(part, own, found)
         for name, x in part.of(written).items():
             x[...] = found[name]
-    gradients = tuple(results.values())
-    if not p.readout.return_drow_weights:
-        return gradients
-    shape = call.options["row_weights"].shape
-    return *gradients, reduce_to_shape(of_rows, shape)
+    gradients = list(results.values())
+    if p.readout.return_drow_weights:
+        shape = call.options["row_weights"].shape
+        gradients.append(reduce_to_shape(of_rows, shape))
+    of_arrays = expressions.gradients(call, of_call.get("score_mod"))
+    return *gradients, *of_arrays
 
 
 # Sums over queries ----------------------------------------------------------

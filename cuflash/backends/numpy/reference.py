@@ -135,8 +135,11 @@ def readout_gradients(
         row_factor=row_factor,
         chosen=counts,
     )
-    by_name = zip(("q", "k", "lse", "row_weights"), found, strict=True)
+    *of_rows, dmod = found
+    by_name = zip(("q", "k", "lse", "row_weights"), of_rows, strict=True)
     rows.add(gradients, dict(by_name))
+    if dmod:
+        rows.options["score_mod"].add(dmod)
 
 
 def _arguments(rows: Rows, own: Arrays) -> dict[str, Any]:

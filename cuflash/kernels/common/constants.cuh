@@ -6,6 +6,7 @@
 // merge's first array and result, each Element or its Accumulator.
 // Options (docs/guide/options.md): CAUSAL, WINDOW, SOFTCAP, ALIBI, BIAS, HAS_MASK, SINK, SEGMENTS,
 // DROPOUT, PACKED: sequences; LARGE_SOFTCAP (cuflash/softcap.py); DBIAS, DLSE: its gradient;
+// STORES_DBIAS: which one thread stores (score/dbias.cuh);
 // SCORE_MOD, MASK_MOD: the user's functions (expression.cuh); DMOD: gradients of their arrays;
 // SCORE_BENDS: the score's slope is not 1; SCORES_TWICE: and is computed again for dS;
 // FLAGS_OF_GROUPS: of what heads tile flags are, MASK_BITS: bits stand beside them
@@ -31,7 +32,7 @@
 // Readouts (readouts/): ROW_WEIGHTS: rows have weights of their own; CHOSEN: flags tell which
 // queries count; REDUCE_MAX: maxima, not sums; FINDS_QUERY: the first query that has each maximum;
 // PIECE, columns whose scores registers hold at once; WEIGHTS_GRADIENT, SUMS_GRADIENT,
-// ENTROPY_GRADIENT: whose gradients.
+// ENTROPY_GRADIENT: whose gradients; KEYS_IN_ORDER: no chosen ones.
 // Caches: KVCACHE, and with it LENGTHS, PACKED_QUERIES, PACKED_NEW, LEFTPAD and BATCH_IDX: which
 // arrays the call has; LATENT: V is the first columns of K, the same memory; PAGE_SIZE in tokens, 0
 // without pages; SCALES, which numbers K and V are stored relative to: 0 none, 1 one of each key

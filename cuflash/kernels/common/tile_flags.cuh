@@ -7,13 +7,15 @@ constexpr int FLAG_TOKENS = 64;                             // of a tile
 
 inline int flags_of_head(int seqlen) { return (seqlen + FLAG_TOKENS - 1) / FLAG_TOKENS; }
 
-inline int* key_flag(const DoubleBackwardWgmmaArguments& args, int batch, int kv_head, int key) {
+template <class Arguments>
+inline int* key_flag(const Arguments& args, int batch, int kv_head, int key) {
     const Shape& shape = args.arrays.shape;
     return args.arrays.recompute_flags
          + (i64{batch} * shape.num_heads_kv + kv_head) * flags_of_head(shape.seqlen_k)
          + key / FLAG_TOKENS;
 }
-inline int* query_flag(const DoubleBackwardWgmmaArguments& args, int batch, int head, int query) {
+template <class Arguments>
+inline int* query_flag(const Arguments& args, int batch, int head, int query) {
     const Shape& shape = args.arrays.shape;
     return key_flag(args, shape.batch, 0, 0)                // after the last
          + (i64{batch} * shape.num_heads_q + head) * flags_of_head(shape.seqlen_q)
@@ -28,10 +30,18 @@ inline bool has_key_flag(
     const DoubleBackwardWgmmaArguments& args, int batch, int kv_head, int key) {
     return *key_flag(args, batch, kv_head, key) != 0;
 }
+inline bool has_key_flag(
+    const DoubleBackwardWgmmaExpressionArguments& args, int batch, int kv_head, int key) {
+    return *key_flag(args, batch, kv_head, key) != 0;
+}
 template <class Arguments> inline bool has_query_flag(const Arguments&, int, int, int) {
     return true;
 }
 inline bool has_query_flag(
     const DoubleBackwardWgmmaArguments& args, int batch, int head, int query) {
+    return *query_flag(args, batch, head, query) != 0;
+}
+inline bool has_query_flag(
+    const DoubleBackwardWgmmaExpressionArguments& args, int batch, int head, int query) {
     return *query_flag(args, batch, head, query) != 0;
 }

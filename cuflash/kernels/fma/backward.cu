@@ -29,6 +29,7 @@
 //
 // Bad at: few keys with many queries (one block per key tile); head_dim above 128, where only small
 // tiles fit in shared memory.
+#include "fma/biases_ahead.cuh"
 #include "fma/key_rows.cuh"
 #include "fma/loads_ahead.cuh"
 #include "common/backward_loads.cuh"
@@ -61,6 +62,17 @@ __device__ __forceinline__ void compute_p_and_ds(
         pairs = {score_tile.q_start + ScoreGrid::first_row() + lane_row(),
                  score_tile.k_start + first_key};
     ScoreMod<float>::ArraySums<Pairs> sums;
+    // A row's biases load while the row before is computed. A load does not pass the stores or
+    // additions of dbias that come before it: alone, each would take as long as one from L2 does.
+    float biases[2][BIAS ? KEYS : 1];
+    const auto load_biases = [&](int i) {
+        if constexpr (BIAS)
+            score_tile.score_mod.load_biases<LANE_COLUMNS>(
+                biases[i % 2],
+                score_tile.q_start + ScoreGrid::first_row() + lane_row() + i * LANE_ROWS,
+                score_tile.k_start + first_key);
+    };
+    load_biases(0);
     Kept<ROWS, KEYS> kept;
     if constexpr (DROPOUT)
         find_kept(kept, score_tile.dropout, score_tile.q_start + ScoreGrid::first_row(),
@@ -71,6 +83,10 @@ __device__ __forceinline__ void compute_p_and_ds(
         const float lse = effective_lse(shared.lse[row]);
         const float rest = score_tile.rest(row, lse), delta = shared.delta[row];
         const float distance = score_tile.distance(row, first_key);
+        if (i + 1 < ROWS) load_biases(i + 1);
+        float* dbias = nullptr;
+        if constexpr (STORES_DBIAS)
+            dbias = score_tile.dbias.row(score_tile.q_start + row, score_tile.k_start + first_key);
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             const int key = first_key + j * LANE_COLUMNS;
@@ -80,19 +96,25 @@ __device__ __forceinline__ void compute_p_and_ds(
                 s[i][j] = weight(s[i][j], scale, lse);
             } else {
                 const float score = score_tile.score_mod.score(
-                    s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
+                    s[i][j], BIAS ? biases[i % 2][j] : 0.0f,
+                    distance - static_cast<float>(j * LANE_COLUMNS),
                     score_tile.q_start + row, score_tile.k_start + key, derivatives);
                 s[i][j] = weight_beside(rest, score, lse);
             }
             const float z = DROPOUT && !kept.at(i, j) ? 0.0f : score_tile.dropout.factor;
             const auto gradient = [&] {                     // of a visible pair
                 const float ds = s[i][j] * ((DROPOUT ? z * dp[i][j] : dp[i][j]) - delta);
-                score_tile.add_dbias(
-                    derivatives, ds, score_tile.q_start + row, score_tile.k_start + key);
+                if constexpr (STORES_DBIAS)
+                    dbias[j * LANE_COLUMNS] = ds;
+                else
+                    score_tile.add_dbias(
+                        derivatives, ds, score_tile.q_start + row, score_tile.k_start + key);
                 score_tile.score_mod.add_gradients(sums, pairs, i, j, derivatives, ds);
                 return BENDS ? ds * derivatives.by_product : ds;
             };
             dp[i][j] = visible ? gradient() * scale : 0.0f;
+            if (DBIAS && !visible)
+                score_tile.dbias.add_masked(score_tile.q_start + row, score_tile.k_start + key);
             if constexpr (DROPOUT) s[i][j] *= z;
             if (!visible) s[i][j] = 0.0f;
         }
@@ -107,12 +129,14 @@ template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
     SharedPlan& shared, const ScoreTile& score_tile, Scores& s, Scores& ds, bool& dout_nonfinite,
     bool& q_nonfinite) {
+    const BiasesAhead<true> biases(score_tile.score_mod, score_tile.q_start, score_tile.k_start);
     cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     dout_nonfinite = barrier_or_nonfinite<MASKED>(shared.dout);
     gemm_abt_ahead<true>(
         ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
     cp_async_wait<0>();                                     // Q
     q_nonfinite = barrier_or_nonfinite<MASKED>(shared.q);
+    biases.use();
     gemm_abt_ahead<false>(
         s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
     compute_p_and_ds<MASKED>(s, ds, shared, score_tile);

@@ -21,6 +21,7 @@
 // Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
 // element of S, which has HEAD_DIM + HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, where
 // acc leaves registers for only 4 rows per lane; few queries with many keys.
+#include "fma/biases_ahead.cuh"
 #include "fma/loads_ahead.cuh"
 #include "fma/query_rows.cuh"
 #include "common/forward_loads.cuh"
@@ -59,9 +60,29 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
     });
 }
 
+using Ahead = BiasesAhead<(ROWS <= 4)>;                     // with more, registers run out
+
 // S becomes the scores of score_mod.cuh. The lane's first are of first_query and first_key.
 __device__ __forceinline__ void apply_score_mod(
-    Scores& s, const ScoreMod<float>& score_mod, int first_query, int first_key, int shift) {
+    Scores& s, const ScoreMod<float>& score_mod, const Ahead& biases_ahead, int first_query,
+    int first_key, int shift) {
+    biases_ahead.use();
+    if constexpr (BIAS)
+        if (score_mod.has_row(first_key + (KEYS - 1) * LANE_COLUMNS)) {
+            #pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int query = first_query + i * LANE_ROWS;
+                const float distance = static_cast<float>(query + shift - first_key);
+                const Bias* biases = score_mod.row_of_bias(query, first_key);
+                #pragma unroll
+                for (int j = 0; j < KEYS; ++j)
+                    s[i][j] = score_mod.score(
+                        s[i][j], to_accumulator(biases[j * LANE_COLUMNS]),
+                        distance - static_cast<float>(j * LANE_COLUMNS), query,
+                        first_key + j * LANE_COLUMNS);
+            }
+            return;
+        }
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int query = first_query + i * LANE_ROWS;
@@ -205,9 +226,10 @@ forward_fma(const __grid_constant__ Arguments call_args) {
         cp_async_wait<0>();
         __syncthreads();
         loader.load_v(tile);
+        const Ahead biases(options.score_mod, q_start, k_start);
         gemm_abt<ROWS <= 4 ? 2 : 1>(s, shared.q, warp_row, shared.k, 0);
         if constexpr (!LINEAR)
-            apply_score_mod(s, options.score_mod, first_query, k_start + lane_column(),
+            apply_score_mod(s, options.score_mod, biases, first_query, k_start + lane_column(),
                             shape.seqlen_k - shape.seqlen_q);
         apply_mask<MASKED>(s, visible);
         cp_async_wait<0>();

@@ -4,6 +4,7 @@
 #pragma once
 #include "fma/fma.cuh"
 #include "readouts/padded_loads.cuh"
+#include "score/lane_grid.cuh"
 
 template <int ROWS, int COLUMNS> struct PairTiles : PaddedLoads {
     static constexpr int WARP_ROWS = ROWS / NUM_WARPS;
@@ -15,6 +16,8 @@ template <int ROWS, int COLUMNS> struct PairTiles : PaddedLoads {
     static constexpr int OWN_ROWS = WARP_ROWS / LANE_ROWS, OWN_COLUMNS = COLUMNS / LANE_COLUMNS;
     static constexpr int ROW_SHARERS = LANE_COLUMNS;        // threads that share a row
     static constexpr int TOGETHER = 1;                      // neighbours among a thread's columns
+    using Pairs = LaneGrid<LaneAxis<OWN_ROWS, 1, LANE_ROWS, ROW_LANES>,
+                           LaneAxis<OWN_COLUMNS, 1, LANE_COLUMNS, COLUMN_LANES>>;
     using Real = float;
     using Scores = float[OWN_ROWS][OWN_COLUMNS];
     using RowTile = SmemTile<ROWS, HEAD_DIM>;

@@ -76,6 +76,8 @@ __device__ __forceinline__ void compute_p_and_ds(
                         score_tile.score_mod.add_gradients(
                             sums, pairs, m * 2 + half, n * 2 + x % 2, derivatives, dx);
                     }
+                    if (DBIAS && !visible && ScoreGrid::part() == 0)
+                        score_tile.dbias.add_masked(query, score_tile.k_start + key);
                     ds = visible ? (BENDS ? dx * derivatives.by_product : dx) * scale : 0;
                     if (!visible) p = 0;
                     if constexpr (DROPOUT) p *= z;

@@ -3,6 +3,7 @@
 #pragma once
 #include "mma8/mma8.cuh"
 #include "readouts/padded_loads.cuh"
+#include "score/lane_grid.cuh"
 
 template <int ROWS, int COLUMNS> struct PairTiles : PaddedLoads {
     static constexpr int WARP_ROWS = ROWS / NUM_WARPS;
@@ -14,6 +15,7 @@ template <int ROWS, int COLUMNS> struct PairTiles : PaddedLoads {
     static constexpr int OWN_ROWS = M_TILES * 2, OWN_COLUMNS = N_TILES * 2;
     static constexpr int ROW_SHARERS = 4;                   // threads that share a row
     static constexpr int TOGETHER = 2;                      // neighbours among a thread's columns
+    using Pairs = FragmentGrid<OWN_ROWS, OWN_COLUMNS>;
     using Real = Element;
     using Scores = Fragments<M_TILES, N_TILES>;
     using RowTile = SmemTile<ROWS, HEAD_DIM>;

@@ -12,7 +12,7 @@
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K; HEAD_DIM, columns of a row of the sums
 // of d2Q; DQ_SEMAPHORES, semaphores of a query tile, 0 if d2Q is not DETERMINISTIC; DLSE;
-// Arguments; no options. No shared memory.
+// Arguments; SCORE_MOD, with which rows may have rests (lse_rest.cuh). No shared memory.
 //
 // Bound by memory: O, dO and ddO read once, the sums written once.
 #include "sm90/second_rows.cuh"
@@ -20,6 +20,7 @@
 #include "common/softmax.cuh"
 #include "common/tile_flags.cuh"
 #include "prepare/delta.cuh"
+#include "score/score_mod.cuh"
 
 static_assert(NUM_THREADS >= BLOCK_Q, "a thread has the lse of at most one query");
 
@@ -74,15 +75,18 @@ double_backward_rows(const __grid_constant__ Arguments args) {
         lse = effective_lse(static_cast<const float*>(args.arrays.lse)[first_row + thread]);
         b = static_cast<const float*>(args.lse_dot)[first_row + thread];
     }
+    LseRests<float> rests;
+    rests.set_head(args, batch, head);
     const float magnitude = fabsf(lse * LOG2_E);
     const bool has_large_lse = __syncthreads_or(magnitude > MAX_FUSED_LSE && lse < infinity());
     if (thread < BLOCK_Q) {
         rows.lse[thread] = has_large_lse ? lse : lse * LOG2_E;
         rows.b[thread] = b;
+        rows.set_rest(thread, rests.of(q_start + thread, lse));
     }
     if (thread == 0) {
         rows.has_large_lse = has_large_lse;
-        rows.scale = static_cast<float>(args.arrays.scale);
+        rows.scale = LINEAR ? static_cast<float>(args.arrays.scale) : 1.0f;
         rows.q_start = q_start;
         rows.head = head;
     }

@@ -14,6 +14,9 @@
 // the others: queries of all heads of the group, or keys; of weights those that are chosen. No
 // atomics, the same bits in every run. S and dX are computed twice, once for each result.
 //
+// DMOD, of the kernel for dQ: sums of dX f_a too, the gradients of the user's arrays
+// (score/array_gradients.cuh), by atomics.
+//
 // Grid: tiles of rows of all (batch, head) pairs (scheduler.cuh).
 #pragma once
 #include "common/scheduler.cuh"
@@ -87,22 +90,25 @@ template <class Real> struct HeadNumbers {
     }
 };
 
-// P g of a pair, and the slope of its score.
-template <class Real> struct PairGradient { Real of_weight, slope; };
+// P g of a pair, and the derivatives of its score.
+template <class Real> struct PairGradient {
+    Real of_weight;
+    Derivatives<Real> derivatives;
+};
 
 template <class Tiles, class Real, class Dweight>
 __device__ __forceinline__ PairGradient<Real> pair_gradient(
     const ScoreTile& score_tile, Real product, const QueryNumbers<Real>& query,
     const KeyNumbers<Real>& key, Dweight dweight) {
-    Real slope;
+    Derivatives<Real> derivatives;
     const Real log_p =
-        log_weight(score_tile, product, query.token, key.token, query.lse, slope);
+        log_weight(score_tile, product, query.token, key.token, query.lse, derivatives);
     const Real p = Tiles::exponential(log_p);
     Real g = 0;
     if constexpr (ENTROPY_GRADIENT) g = p == 0 ? Real(0) : -log_p - 1;
     else if constexpr (WEIGHTS_GRADIENT) g = dweight();
     else g = key.gradient;
-    return {p * g, slope};
+    return {p * g, derivatives};
 }
 
 // The columns that a block streams, in tiles: all of the sequence that are visited, or chosen ones.
@@ -151,6 +157,10 @@ private:
 template <class Tiles> struct GradientBlock {
     using Real = typename Tiles::Real;
     using Shared = GradientPlan<Tiles>;
+    // Sums of a tile's pairs for the user's arrays. Chosen keys are no grid: theirs are empty.
+    using Pairs = typename Tiles::Pairs;
+    using OnePair = LaneGrid<LaneAxis<1, 1, 1, 0>, LaneAxis<1, 1, 1, 0>>;
+    template <class Grid> using ArraySums = typename ScoreMod<Real>::template ArraySums<Grid>;
 
     const Arguments& args;                                  // of the sequence
     Shared& shared;
@@ -219,6 +229,19 @@ template <class Tiles> struct GradientBlock {
         return sees(score_tile, query.token, key.token);
     }
 
+    // The gradients of the user's arrays by pair (i, j) of a tile: dx f_a.
+    __device__ __forceinline__ void add_to_arrays(
+        ArraySums<Pairs>& sums, const Pairs& pairs, int i, int j, int query, int key,
+        const Derivatives<Real>& derivatives, Real dx) const {
+        if constexpr (KEYS_IN_ORDER) {
+            score_tile.score_mod.add_gradients(sums, pairs, i, j, derivatives, dx);
+        } else {
+            ArraySums<OnePair> none;
+            score_tile.score_mod.add_gradients(
+                none, OnePair{query, key}, 0, 0, derivatives, dx);
+        }
+    }
+
     // Adds the pairs of a tile of columns. MASKED: some do not count. nonfinite: a masked tile of
     // columns has a NaN or an infinity, the same in all threads.
     template <bool MASKED>
@@ -227,6 +250,11 @@ template <class Tiles> struct GradientBlock {
         typename Tiles::Scores s;
         tiles.products(s, shared.rows, shared.columns[stage], 0);
         const int first = tile * Tiles::NUM_COLUMNS;
+        Pairs pairs{};
+        if constexpr (DMOD)
+            pairs = {start + Tiles::row(0),
+                     first + Tiles::column(0, 0) - (WEIGHTS_GRADIENT ? first_k : 0)};
+        ArraySums<Pairs> array_sums;
         #pragma unroll
         for (int j = 0; j < Tiles::OWN_COLUMNS; ++j) {
             const int c = first + Tiles::column(0, j), token = token_of(c);
@@ -249,9 +277,14 @@ template <class Tiles> struct GradientBlock {
                             args, shared.chosen, batch, head.chosen_head, Tiles::row(i), c);
                     });
                 row_sums[i] += pair.of_weight;
-                x = query.factor * pair.of_weight * pair.slope;
+                const Real dx = query.factor * pair.of_weight;
+                if constexpr (DMOD)
+                    add_to_arrays(array_sums, pairs, i, j, query.token, key.token,
+                                  pair.derivatives, dx);
+                x = dx * pair.derivatives.by_product;
             }
         }
+        score_tile.score_mod.finish_gradients(array_sums, pairs);
         if (MASKED && nonfinite) add_counted(head, s, first, stage);
         else Tiles::accumulate(sums, s, shared.weights, shared.columns[stage]);
     }

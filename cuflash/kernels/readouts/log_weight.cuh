@@ -32,20 +32,17 @@ inline Real log_weight(
         return score_tile.score_mod.score(product, distance, query, key) - row.lse - row.rest;
     }
 }
-// The same, and dx / d(scale S).
+// The same, and the derivatives of x.
 template <class Real>
 inline Real log_weight(
     const ScoreTile& score_tile, Real product, int query, int key, const QueryLse<Real>& row,
-    Real& slope) {
-    slope = 1;
+    Derivatives<Real>& derivatives) {
     if constexpr (!BENDS) {
         return log_weight(score_tile, product, query, key, row);
     } else {
         const int shift = score_tile.mask.seqlen_k - score_tile.mask.seqlen_q;
-        Derivatives<Real> derivatives;
         const Real x = score_tile.score_mod.score(
             product, static_cast<Real>(query + shift - key), query, key, derivatives);
-        slope = derivatives.by_product;
         return x - row.lse - row.rest;
     }
 }

@@ -1,8 +1,11 @@
 // The gradient of a bias (DBIAS): dS before the slope of a softcap, summed over the axes along
 // which the bias was broadcast.
 //
-// The sums are Accumulator<Element> in the shape that the user gave the bias, zeroed beforehand.
-// Without broadcasting each sum gets one pair; otherwise the order of additions is not fixed.
+// The sums are Accumulator<Element> in the shape that the user gave the bias. Without broadcasting
+// each sum gets one pair; otherwise the order of additions is not fixed.
+//
+// STORES_DBIAS: a sum gets one pair, and kernels visit all pairs, masked ones too. So each is
+// stored, and memory may hold anything before. Otherwise it is zeroed.
 #pragma once
 #include "common/constants.cuh"
 
@@ -10,6 +13,7 @@
 struct BiasGradient {
     Accumulator<Element>* sums;
     i64 stride_q, stride_k;
+    int num_queries, num_keys;                              // with STORES_DBIAS
 
     template <class Arguments> void set_head(const Arguments& args, int batch, int head) {
         if constexpr (DBIAS) {
@@ -18,10 +22,24 @@ struct BiasGradient {
                  + batch * stride.batch + head * stride.head;
             stride_q = stride.query;
             stride_k = stride.key;
+            if constexpr (STORES_DBIAS) {
+                num_queries = arrays_of(args).shape.seqlen_q;
+                num_keys = arrays_of(args).shape.seqlen_k;
+            }
         }
     }
     // Masked pairs have ds = 0 and may lie past the arrays' ends.
     void add(int query, int key, Accumulator<Element> ds) const {
-        if (ds != 0) atomicAdd(sums + (query * stride_q + key * stride_k), ds);
+        if constexpr (STORES_DBIAS) {
+            if (query < num_queries && key < num_keys) sums[query * stride_q + key * stride_k] = ds;
+        } else {
+            if (ds != 0) atomicAdd(sums + (query * stride_q + key * stride_k), ds);
+        }
+    }
+    // With STORES_DBIAS, where keys are neighbours in memory: the sums of a query, from `key` on.
+    Accumulator<Element>* row(int query, int key) const { return sums + (query * stride_q + key); }
+    // Of a masked pair, where its ds was not computed.
+    void add_masked(int query, int key) const {
+        if constexpr (STORES_DBIAS) add(query, key, 0);
     }
 };

@@ -162,7 +162,10 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
     // The score of one product.
     Real score(
         Real product, Real distance, int query, int key, Derivatives<Real>& derivatives) const {
-        const Real bias = this->bias_of(query, key);
+        return score(product, this->bias_of(query, key), distance, query, key, derivatives);
+    }
+    Real score(Real product, Real bias, Real distance, int query, int key,
+               Derivatives<Real>& derivatives) const {
         Real x[1] = {product}, slope_of_x[1];
         scores<1>(x, [&](int) { return addend(distance, bias); }, slope_of_x);
         derivatives.by_product = slope_of_x[0];
@@ -210,7 +213,9 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         if constexpr (DMOD) this->user.finish_gradients(sums, pairs);
     }
     Real score(Real product, Real distance, int query, int key) const {
-        const Real bias = this->bias_of(query, key);
+        return score(product, this->bias_of(query, key), distance, query, key);
+    }
+    Real score(Real product, Real bias, Real distance, int query, int key) const {
         Real x[1] = {product}, slope_of_x[1];
         scores<1>(x, [&](int) { return addend(distance, bias); }, slope_of_x);
         if constexpr (SCORE_MOD && BUILT_IN) return this->user.score(x[0], Real(1), query, key);

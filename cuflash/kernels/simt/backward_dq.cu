@@ -64,6 +64,8 @@ inline void score_gradients(
             if (DBIAS && sees(j))
                 dbias.add(i, k_start + j, SCORE_MOD ? weight.ds_score * weight.derivatives.by_bias
                                                     : weight.ds_score);
+            else if (DBIAS)
+                dbias.add_masked(i, k_start + j);
             if (DMOD && sees(j))
                 options.score_mod.add_gradients(
                     sums, pairs, 0, n, weight.derivatives, weight.ds_score);

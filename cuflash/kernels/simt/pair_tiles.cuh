@@ -1,6 +1,7 @@
 // A block's tile of pairs on CUDA cores, for the kernels of readouts/: S = A B^T of ROWS fixed rows
 // and COLUMNS streamed ones, of any element type. NUM_THREADS / ROWS threads share a row.
 #pragma once
+#include "simt/row_pairs.cuh"
 #include "simt/simt.cuh"
 
 template <int ROWS, int COLUMNS> struct PairTiles {
@@ -12,6 +13,7 @@ template <int ROWS, int COLUMNS> struct PairTiles {
     static constexpr int NUM_THREADS_OF_BLOCK = NUM_THREADS;
     static constexpr int OWN_ROWS = 1, OWN_COLUMNS = COLUMNS / ROW_SHARERS;
     static constexpr int TOGETHER = 1;                      // neighbours among a thread's columns
+    using Pairs = RowPairs<ROW_SHARERS, OWN_COLUMNS>;
     using Real = Accumulator<Element>;
     using Scores = Real[OWN_COLUMNS];
     using RowTile = Real[ROWS][HEAD_DIM + 1];

@@ -8,6 +8,7 @@
 #pragma once
 #include "common/constants.cuh"
 #include "common/softmax.cuh"
+#include "score/lane_grid.cuh"
 #include "sm80/mma.cuh"
 
 constexpr int THREADS = NUM_WARPS * 32;
@@ -23,6 +24,7 @@ template <int ROWS, int COLUMNS, bool KEEPS_ROWS = true> struct PairTiles {
     static constexpr int PIECES = COLUMNS / PIECE;
     static constexpr int ROW_SHARERS = 4;                   // threads that share a row
     static constexpr int TOGETHER = 2;                      // neighbours among a thread's columns
+    using Pairs = FragmentGrid<OWN_ROWS, OWN_COLUMNS>;
     using Real = float;
     using Scores = float[M_TILES][N_TILES][4];
     using RowTile = SmemTile<ROWS, HEAD_DIM>;

@@ -7,8 +7,9 @@
 // Bit i of words of 32 belongs to x[i] of the lane's fragment (backward_scores.cuh).
 struct LanePairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
-    // With 128 queries there is room for the biases of 64 at a time.
-    static constexpr int BIAS_PARTS = BIAS && !FLOAT_P ? 2 : 1;
+    // With 128 queries there is room for the biases of 64 at a time, of floats for 32.
+    static constexpr bool FLOATS = BIAS && sizeof(Bias) > 2;
+    static constexpr int BIAS_PARTS = !BIAS || FLOAT_P ? 1 : FLOATS ? 8 : 2;
     int batch;                                              // with PACKED the sequence
     int head, query, key;                                   // the first query and key
     int distance;                                           // positions from that key to that query
@@ -16,6 +17,7 @@ struct LanePairs {
     u32 visible[VISIBILITY_BITS ? WORDS : 1];
     u32 kept[DROPOUT ? WORDS : 1];
     u32 biases[BIAS ? S_REGS / 2 / BIAS_PARTS : 1];         // two 16-bit biases each: load_biases()
+    float floats[2][FLOATS ? S_REGS / BIAS_PARTS : 1];      // of two parts: load_biases()
 
     __device__ __forceinline__ bool any_masked() const {
         u32 all = ~0u;

@@ -5,6 +5,36 @@
 #include "score/dbias.cuh"
 #include "score/lane_grid.cuh"
 
+// Loads a lane's float biases of a part, two keys of COUNT / 2 queries: of query 1 after the first
+// next, then 8 after. Pairs past the array's end have the bias of another.
+template <int COUNT>
+__device__ __forceinline__ void load_float_biases(
+    float (&biases)[COUNT], const ScoreMod<float>& score_mod, int query, int key) {
+    constexpr int LAST = COUNT / 4 * 8 - 7;                 // query, from the first
+    if (score_mod.bias_stride_k == 1 && query + LAST <= score_mod.last_query
+            && key + 8 <= score_mod.last_key) {
+        const Bias* row = score_mod.bias + (query * score_mod.bias_stride_q + key);
+        #pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            biases[i] = to_accumulator(row[0]);
+            biases[i + 1] = to_accumulator(row[8]);
+            row += (i % 4 == 0 ? 1 : 7) * score_mod.bias_stride_q;
+        }
+    } else {
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            biases[i] = score_mod.bias_of(query + i / 4 * 8 + i / 2 % 2, key + i % 2 * 8);
+    }
+}
+
+// The same to the part's buffer.
+__device__ __forceinline__ void load_part_of_floats(
+    LanePairs& pairs, const ScoreMod<float>& score_mod, int part) {
+    if constexpr (LanePairs::FLOATS)
+        load_float_biases(pairs.floats[part % 2], score_mod,
+                          pairs.query + part * (S_REGS / LanePairs::BIAS_PARTS / 4 * 8), pairs.key);
+}
+
 // Loads 16-bit biases; for a pair past the array's end, the bias of another pair. A warp has 16
 // keys, from key - lane / 4 on. It reads 8 queries by 8 keys at a time, in each lane two keys that
 // are neighbours in memory. apply_in_parts() transposes them to the lane's own pairs.
@@ -32,6 +62,11 @@ __device__ __forceinline__ void load_biases(LanePairs& pairs, const Arguments& a
                 if (i % 4 == 3) __syncwarp();               // limits loads in flight: registers
             }
         }
+    } else if constexpr (LanePairs::FLOATS && LanePairs::BIAS_PARTS > 1) {
+        ScoreMod<float> score_mod(args);
+        score_mod.set_head(args, pairs.batch, pairs.head);
+        load_part_of_floats(pairs, score_mod, 0);
+        load_part_of_floats(pairs, score_mod, 1);
     }
 }
 
@@ -104,6 +139,7 @@ __device__ __forceinline__ void apply_in_parts(
     float (&scores)[S_REGS], float (&derivatives)[S_REGS], const float (&products)[S_REGS],
     const Arguments& args, LanePairs& pairs, const ScoreMod<float>& score_mod, bool fits_poly4) {
     constexpr int COUNT = S_REGS / LanePairs::BIAS_PARTS;
+    if (LanePairs::BIAS_PARTS == 1) load_part_of_floats(pairs, score_mod, 0);
     #pragma unroll
     for (int part = 0; part < LanePairs::BIAS_PARTS; ++part) {
         // Element i of the part in the fragment: the two keys of a query become neighbours.
@@ -123,8 +159,8 @@ __device__ __forceinline__ void apply_in_parts(
             float bias = 0.0f;
             if constexpr (BIAS && sizeof(Bias) == 2)
                 bias = of_pair<Bias>(pairs.biases[i / 4 * 2 + i % 2], i / 2 % 2);
-            else
-                bias = score_mod.bias_of(pairs.query + query, pairs.key + key);
+            else if constexpr (BIAS)
+                bias = pairs.floats[part % 2][i];
             return score_mod.addend(
                 static_cast<float>(pairs.distance) + static_cast<float>(query - key), bias);
         };
@@ -133,6 +169,7 @@ __device__ __forceinline__ void apply_in_parts(
         } else {
             score_mod.scores<DBIAS ? 1 : 2>(part_scores, added, part_derivatives);
         }
+        if (part + 2 < LanePairs::BIAS_PARTS) load_part_of_floats(pairs, score_mod, part + 2);
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const int query = part * (COUNT / 4 * 8) + i / 4 * 8 + i / 2 % 2, key = i % 2 * 8;
@@ -238,6 +275,7 @@ __device__ __forceinline__ void add_dmods(
 
 // Adds dS^T, 0 at masked pairs, to the sums of dbias, and then multiplies it by the derivatives of
 // the scores. These are NaN where a score is, also at masked pairs: zeroes are skipped.
+// STORES_DBIAS: a store fills a sector, 8 neighbouring keys of a query.
 __device__ __forceinline__ void add_dbias(
     float (&ds)[S_REGS], const float (&derivatives)[S_REGS], const Arguments& args,
     const LanePairs& pairs) {
@@ -248,9 +286,17 @@ __device__ __forceinline__ void add_dbias(
         #pragma unroll
         for (int i = 0; i < S_REGS / 2; ++i) {              // queries
             #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                reduce_add_nonzero(sum + half * 8 * dbias.stride_k,
-                                   ds[i / 2 * 4 + half * 2 + i % 2]);
+            for (int half = 0; half < 2; ++half) {
+                const float of_pair = ds[i / 2 * 4 + half * 2 + i % 2];
+                float* target = sum + half * 8 * dbias.stride_k;
+                if constexpr (STORES_DBIAS) {
+                    const int query = i / 2 * 8 + i % 2, key = half * 8;
+                    if (query < dbias.num_queries - pairs.query && key < dbias.num_keys - pairs.key)
+                        *target = of_pair;
+                } else {
+                    reduce_add_nonzero(target, of_pair);
+                }
+            }
             sum = opaque(sum + (i % 2 == 0 ? 1 : 7) * dbias.stride_q);
         }
         if constexpr (SOFTCAP)

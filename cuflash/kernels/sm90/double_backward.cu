@@ -23,7 +23,8 @@
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64, 96 or 128), BLOCK_Q and BLOCK_K
 // (64), STAGES (of ddQ, dO and the weights), Q_STAGES (of Q), NUM_WARPS and SCORE_WARPS_Q of d2Q
 // alone, DQ_SEMAPHORES (0, or 1 if DETERMINISTIC), SHARED_BYTES; HEADS_INNERMOST
-// (backward_scheduler.cuh); Q_DOT, K_DOT, V_DOT: what moves; Arguments; no options.
+// (backward_scheduler.cuh); Q_DOT, K_DOT, V_DOT: what moves; Arguments; no options but SCORE_MOD,
+// whose arrays do not move (double_backward_score_mod.cuh).
 // Shared memory and barriers: double_backward_producer.cuh.
 //
 // Where the causal mask cuts a tile, a NaN or an infinity may reach rows that do not see it, as
@@ -32,7 +33,7 @@
 //
 // Bad at: short sequences: K and V of the next work tile wait for the end of this one.
 #include "sm90/double_backward_producer.cuh"
-#include "sm90/double_backward_scores.cuh"
+#include "sm90/double_backward_score_mod.cuh"
 #include "sm90/backward_roles.cuh"
 #include "common/dq_accum.cuh"
 #include "common/tile_flags.cuh"
@@ -43,8 +44,8 @@ constexpr bool SCORES_MOVE = Q_DOT || K_DOT;
 constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES, Q_PANEL_BYTES = BLOCK_Q * PANEL_ROW_BYTES;
 
 // As in backward_wide.cu: 512 for the four threads of the same rank in the warpgroups.
-constexpr int PRODUCER_REGISTERS = 32, SCORE_REGISTERS = 216, KEY_REGISTERS = 160;
-constexpr int QUERY_REGISTERS = 104;
+constexpr int PRODUCER_REGISTERS = SCORE_MOD ? 24 : 32, SCORE_REGISTERS = 248 - PRODUCER_REGISTERS;
+constexpr int KEY_REGISTERS = 160, QUERY_REGISTERS = 104;
 static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + KEY_REGISTERS + QUERY_REGISTERS == 512, "");
 
 static_assert(BLOCK_Q == FLAG_TOKENS && BLOCK_K == FLAG_TOKENS, "a matmul has 64 rows");
@@ -71,16 +72,15 @@ struct ScoreRole {
         publish(shared_address(tile), shared_address(full), rounded, warp_row, lane);
     }
 
-    // One query tile.
-    __device__ __forceinline__ void iterate(
-        const IterationStage& stage, const Mask<CAUSAL, WINDOW>& mask,
-        const MaskBounds& bounds) const {
+    // Issues the scores' matmuls of a query tile, in the order in which they are waited for. dO's
+    // stage has then arrived.
+    __device__ __forceinline__ void issue(
+        const IterationStage& stage, float (&s)[S_REGS], float (&w)[S_REGS], float (&dp)[S_REGS],
+        float (&u)[S_REGS]) const {
         const int i = stage.q.index, n = stage.others.index;
         const u32 phase = stage.others.phase;
-        const SecondRows& rows = shared.rows[n];
         const u64 q = descriptor(shared_address(&shared.q[i]), 0);
         const u64 dout = descriptor(shared_address(&shared.dout[n]), 0);
-        float s[S_REGS], w[S_REGS], dp[S_REGS], u[S_REGS];
         mbarrier_wait(shared_address(&shared.q_full[i]), stage.q.phase);
         issue_scores<HEAD_DIM>(s, k, q);
         if constexpr (Q_DOT) mbarrier_wait(shared_address(&shared.q_dot_full[n]), phase);
@@ -89,6 +89,27 @@ struct ScoreRole {
         mbarrier_wait(shared_address(&shared.dout_full[n]), phase);
         issue_scores<HEAD_DIM_V>(dp, v, dout);
         if constexpr (V_DOT) issue_scores<HEAD_DIM_V>(u, v_dot, dout);
+    }
+
+    // P (W - b) to shared memory, once the weights of the stage before are read.
+    __device__ __forceinline__ void publish_product(
+        const IterationStage& stage, const float (&p)[S_REGS], const float (&w)[S_REGS]) const {
+        const int n = stage.others.index;
+        u32 rounded[S_REGS / 2];
+        round_product(rounded, p, w);
+        mbarrier_wait(shared_address(&shared.weights_empty[n]), stage.others.phase ^ 1);
+        publish(shared_address(&shared.pw[n]), shared_address(&shared.pw_full[n]), rounded,
+                warp_row, lane);
+    }
+
+    // One query tile.
+    __device__ __forceinline__ void iterate(
+        const IterationStage& stage, const Mask<CAUSAL, WINDOW>& mask,
+        const MaskBounds& bounds) const {
+        const int n = stage.others.index;
+        const SecondRows& rows = shared.rows[n];
+        float s[S_REGS], w[S_REGS], dp[S_REGS], u[S_REGS];
+        issue(stage, s, w, dp, u);
         const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
         const int query = rows.q_start + first_column;      // the lane's first
 
@@ -104,11 +125,7 @@ struct ScoreRole {
             for (int i = 0; i < S_REGS; ++i) w[i] = 0.0f;
         relative_tangents(w, rows, first_column);
         if (is_cut) zero_masked(w, mask, bounds, query);
-        u32 rounded[S_REGS / 2];
-        round_product(rounded, s, w);
-        mbarrier_wait(shared_address(&shared.weights_empty[n]), phase ^ 1);
-        publish(shared_address(&shared.pw[n]), shared_address(&shared.pw_full[n]), rounded,
-                warp_row, lane);
+        publish_product(stage, s, w);
 
         wgmma_wait<V_DOT>();                                // dP
         warpgroup_fence_operand(dp);
@@ -128,6 +145,59 @@ struct ScoreRole {
         publish_rounded(u, &shared.t[n], &shared.t_full[n]);
     }
 
+    // The same with the user's f. `key`: the lane's first. What f is of masked pairs, NaN perhaps,
+    // is zeroed in each tile of weights, after the factors that f gives it.
+    __device__ __forceinline__ void iterate_with_score_mod(
+        const IterationStage& stage, const Mask<CAUSAL, WINDOW>& mask, const MaskBounds& bounds,
+        int batch, int key) const {
+        const int n = stage.others.index;
+        const SecondRows& rows = shared.rows[n];
+        float s[S_REGS], w[S_REGS], dp[S_REGS], u[S_REGS];
+        issue(stage, s, w, dp, u);
+        const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
+        const int query = rows.q_start + first_column;
+        ScoreMod<float> score_mod(args);
+        score_mod.set_head(args, batch, rows.head);
+        Slopes user;
+
+        wgmma_wait<1 + SCORES_MOVE + V_DOT>();              // S
+        warpgroup_fence_operand(s);
+        probabilities_of_user(s, user, score_mod, rows, first_column, key);
+        if (is_cut) {
+            zero_masked(s, mask, bounds, query);
+            if constexpr (SCORE_BENDS) zero_masked(user.slopes, mask, bounds, query);
+        }
+
+        wgmma_wait<1 + V_DOT>();                            // W
+        if constexpr (SCORES_MOVE) warpgroup_fence_operand(w);
+        else
+            #pragma unroll
+            for (float& x : w) x = 0.0f;
+        relative_tangents_of_user(w, user, score_mod.scale, rows, first_column);
+        if (is_cut) zero_masked(w, mask, bounds, query);
+        publish_product(stage, s, w);
+
+        wgmma_wait<V_DOT>();                                // dP
+        warpgroup_fence_operand(dp);
+        score_gradients(dp, s, rows, first_column);
+        if (is_cut) zero_masked(dp, mask, bounds, query);
+        float scaled[S_REGS];
+        score_gradients_of_user(scaled, dp, user);
+        publish_rounded(scaled, &shared.ds[n], &shared.ds_full[n]);
+
+        wgmma_wait<0>();                                    // U
+        if constexpr (V_DOT) warpgroup_fence_operand(u);
+        else
+            #pragma unroll
+            for (float& x : u) x = 0.0f;
+        second_score_gradients(u, s, w, dp, rows, first_column);
+        second_score_gradients_of_user(u, dp, user);
+        __syncwarp();
+        mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
+        if (is_cut) zero_masked(u, mask, bounds, query);
+        publish_rounded(u, &shared.t[n], &shared.t_full[n]);
+    }
+
     __device__ __forceinline__ void run() const {
         const Shape& shape = args.arrays.shape;
         const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, {}};
@@ -138,11 +208,16 @@ struct ScoreRole {
             __syncwarp();
             release_work_tile(shared, state, lane == 0);
             const QueryTiles tiles = query_tiles(args, work.tile, NoSequence{});
-            const MaskBounds bounds(mask, tiles, work.tile * BLOCK_K + warp_row + lane / 4);
+            const int key = work.tile * BLOCK_K + warp_row + lane / 4;
+            const MaskBounds bounds(mask, tiles, key);
             int remaining = QueryTileIterator(args, tiles, work).remaining;
             mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
             mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
-            for (; remaining > 0; --remaining, stage.next()) iterate(stage, mask, bounds);
+            for (; remaining > 0; --remaining, stage.next())
+                if constexpr (SCORE_MOD)
+                    iterate_with_score_mod(stage, mask, bounds, work.batch, key);
+                else
+                    iterate(stage, mask, bounds);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
         }
     }

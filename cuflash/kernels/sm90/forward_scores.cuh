@@ -90,6 +90,20 @@ __device__ __forceinline__ void apply_built_in(
                                        of_pair<Bias>(pair, key % 2));
             });
         }
+    if constexpr (BIAS && sizeof(Bias) == 4)
+        if (score_mod.has_pairs && k_start + BLOCK_K <= score_mod.last_key + 1) {
+            BiasPair biases[2][BLOCK_K / 8];
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const BiasPair* row = score_mod.pairs_of_bias(first_row + half * 8, first_key);
+                #pragma unroll
+                for (int i = 0; i < BLOCK_K / 8; ++i) biases[half][i] = row[i * 4];
+            }
+            return apply_score_mod_adding(s, score_mod, [&](int half, int key) {
+                return score_mod.addend(past + static_cast<float>(half * 8 - key),
+                                       biases[half][key / 8].at[key % 2]);
+            });
+        }
     apply_score_mod_adding(s, score_mod, [&](int half, int key) {
         return score_mod.addend(past + static_cast<float>(half * 8 - key),
                                score_mod.bias_of(first_row + half * 8, first_key + key));

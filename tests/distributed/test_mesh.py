@@ -1,0 +1,64 @@
+"""Messages between processes: order, ranks that leave or do not come."""
+
+import pytest
+
+import cuflash
+from cuflash import distributed
+from cuflash.distributed.mesh import Mesh
+
+
+def run(function, folder, size=2, timeout=20.0):
+    def of_rank(board):
+        mesh = Mesh(board.rank, size, folder, timeout)
+        try:
+            return function(mesh)
+        finally:
+            mesh.close()
+
+    return distributed.run_threads(size, of_rank)
+
+
+def test_kinds_and_numbers_have_an_order_each(tmp_path):
+    def of_rank(mesh):
+        other = 1 - mesh.rank
+        sent = [(1, b"a"), (2, b""), (1, b"b" * 5000), (1, b"c", 7)]
+        for kind, data, *number in sent:
+            mesh.send(other, kind, data, *number)
+        wanted = [(1, 7), (2,), (1,), (1,)]
+        return [mesh.receive(other, *x) for x in wanted]
+
+    folder = tmp_path / "new"
+    assert run(of_rank, folder) == [[b"c", b"", b"a", b"b" * 5000]] * 2
+    assert not folder.exists()
+
+
+def test_bytes_of_all(tmp_path):
+    found = run(lambda x: x.gather(0, b"%d" % x.rank), tmp_path / "new", 4)
+    assert found == [[b"0", b"1", b"2", b"3"]] * 4
+
+
+def test_a_rank_that_leaves(tmp_path):
+    with pytest.raises(cuflash.GroupError, match="rank 1, which has left"):
+        run(lambda x: x.rank or x.receive(1, 0), tmp_path / "new")
+
+
+def test_a_rank_that_is_silent(tmp_path):
+    def of_rank(mesh):
+        with pytest.raises(cuflash.GroupError, match=r"waited 0.2 s for rank"):
+            mesh.receive(1 - mesh.rank, 0)
+        mesh.send(1 - mesh.rank, 1, b"")
+        mesh.receive(1 - mesh.rank, 1)
+
+    run(of_rank, tmp_path / "new", timeout=0.2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_join(tmp_path, rank):
+    with pytest.raises(cuflash.GroupError, match=f"for rank {1 - rank} to"):
+        Mesh(rank, 2, tmp_path / "new", 0.1)
+
+
+def test_a_folder_of_others(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(cuflash.GroupError, match="can be used by others"):
+        Mesh(0, 2, tmp_path, 1.0)
