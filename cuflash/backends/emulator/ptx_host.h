@@ -1,5 +1,5 @@
 // The emulator's twin of ptx.cuh: the same functions in C++; ptx.cuh describes the instructions.
-// Warp-wide functions call meet first (engine.h).
+// What a warp's lanes do together is the engine's (engine.h).
 #pragma once
 #include "common/types.cuh"
 
@@ -252,7 +252,7 @@ inline void store_release(int* target, int x, EMULATOR_SITE) {
 
 // ======== Hopper (sm_90a) ========
 //
-// These functions are forced inline, so that the return address that the engine records is in the
+// Functions for which the engine records a return address are forced inline, so that it is in the
 // kernel and not in this file.
 
 inline void mbarrier_init(u32 barrier, int arrivals, EMULATOR_SITE) {
