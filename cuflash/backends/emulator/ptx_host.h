@@ -165,7 +165,8 @@ EMULATOR_CALLED void store_shared(u32 address, u16 x, EMULATOR_SITE) {
         emulator::shared_memory(address, 2, 2, emulator::Access::WRITE, {file, line})) = x;
 }
 
-EMULATOR_CALLED void store_shared_16(u32 address, float x, float y, float z, float w, EMULATOR_SITE) {
+EMULATOR_CALLED void store_shared_16(
+    u32 address, float x, float y, float z, float w, EMULATOR_SITE) {
     *static_cast<float4*>(
         emulator::shared_memory(address, 16, 16, emulator::Access::WRITE, {file, line})) = {
         x, y, z, w};
@@ -309,8 +310,9 @@ inline void griddepcontrol_launch_dependents() {}
 
 inline void fence_async_proxy() { emulator::fence_async_proxy(); }
 
-EMULATOR_CALLED void tma_load(u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,
-                     EMULATOR_SITE) {
+EMULATOR_CALLED void tma_load(
+    u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,
+    EMULATOR_SITE) {
     emulator::load_box(target, &map, barrier, {x0, x1, x2, x3}, {file, line});
 }
 
