@@ -9,7 +9,7 @@ import torch
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError
 from cuflash.request import checks
 
-from .attention import attention
+from .attention import attend
 from .checks import check_tensors
 
 _BOTH = (
@@ -159,35 +159,39 @@ def _attention(
 ) -> torch.Tensor:
     """The function without autocast; `at_end` is causal's alignment."""
     _check(query, key, value, attn_mask, is_causal)
-    options: dict[str, Any] = {"scale": scale}
+    options: dict[str, Any] = {}
+    causal = False
     drops_all = dropout_p == 1  # `attention` takes less
     if dropout_p and not drops_all:
         options["dropout"] = checks.dropout("dropout_p", dropout_p)
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     if is_causal:
         if at_end or seqlen_q <= seqlen_k:
-            options["causal"] = True
+            causal = True
         else:
             options["window"] = (None, seqlen_q - seqlen_k)
         if not at_end and seqlen_q < seqlen_k:  # no query sees later keys
             key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
     query, key, value = _with_equal_axes(query, key, value, enable_gqa)
     lead, rank = query.shape[:-3], query.ndim
+    arrays: dict[str, torch.Tensor] = {}
     if attn_mask is not None:
         name = "mask" if attn_mask.dtype is torch.bool else "bias"
-        options[name] = _readable(attn_mask, query, key)
-    if rank > 2:  # heads after seqlen
+        arrays[name] = _readable(attn_mask, query, key)
+    if rank > 4:
         query, key, value = (
-            x.flatten(0, rank - 4).transpose(1, 2)
-            if rank > 3
-            else x.transpose(0, 1)
-            for x in (query, key, value)
+            x.flatten(0, rank - 4) for x in (query, key, value)
         )
-    out = attention(query, key, value, **options)
+    elif rank == 3:  # heads after seqlen
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    out = attend(
+        query, key, value, False, (scale, causal, None, None, None, None),
+        given=options | arrays, arrays=arrays, by_heads=rank > 3,
+    )  # fmt: skip
     if drops_all:
         out = out * 0.0
-    if rank > 2:
-        out = out.transpose(-2, -3)
+    if rank == 3:
+        out = out.transpose(0, 1)
     return out.unflatten(0, lead) if rank > 4 else out
 
 

@@ -129,8 +129,7 @@ template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
     SharedPlan& shared, const ScoreTile& score_tile, Scores& s, Scores& ds, bool& dout_nonfinite,
     bool& q_nonfinite) {
-    BiasesAhead<true> biases;
-    biases.read(score_tile.score_mod, score_tile.q_start, score_tile.k_start);
+    const BiasesAhead<true> biases(score_tile.score_mod, score_tile.q_start, score_tile.k_start);
     cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     dout_nonfinite = barrier_or_nonfinite<MASKED>(shared.dout);
     gemm_abt_ahead<true>(
