@@ -86,7 +86,7 @@ SIXTEEN_BITS: tuple[DType, ...] = ("float16", "bfloat16")
 # The dtypes of each family, if these are others.
 DTYPES: dict[FamilyName, tuple[DType, ...]] = {
     "decode_simt": ("float32", "float64", *SIXTEEN_BITS),
-    "fma": ("float32",),
+    "fma": ("float32", "bfloat16"),  # sm_75 alone converts this
     "mma8_float32": ("float32",),
     "mma8_float64": ("float64",),
     "simt": ("float32", "float64", *SIXTEEN_BITS),

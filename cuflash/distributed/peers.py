@@ -92,28 +92,31 @@ class PeerGroup(Group):
         # Exchanges with each rank until now.
         self._sends: Counter[int] = Counter()
         self._receives: Counter[int] = Counter()
-        # Each rank's event after the copies that it has queued.
-        self._done, handle = self._events.take()
+        # After the copies from each rank, and theirs from this one.
+        self._done: dict[int, Any] = {}
         self._readers: dict[int, int] = {}
+        self._staging: int | None = None  # the stream of the last copy
         try:
-            self._meet(handle)
+            self._meet()
         except BaseException:
+            self._opened.close()
             self._mesh.close()
             raise
 
-    def _meet(self, done: bytes) -> None:
-        """Open the other ranks' events and a block of each."""
+    def _meet(self) -> None:
+        """Open an event and a block of each other rank."""
         block = self._blocks.take(1)
-        told = self._mesh.gather(_BYTES, done + block.handle)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for rank in others:
+            self._done[rank], handle = self._events.take()
+            self._mesh.send(rank, _BYTES, handle + block.handle)
+        told = {rank: self._mesh.receive(rank, _BYTES) for rank in others}
         failed = b""
         try:
-            for rank, handles in enumerate(told):
-                if rank != self.rank:
-                    event, memory = (
-                        handles[:HANDLE_BYTES], handles[HANDLE_BYTES:]
-                    )  # fmt: skip
-                    self._readers[rank] = self._opened.event(event)
-                    self._opened.memory(memory)
+            for rank, handles in told.items():
+                event, memory = handles[:HANDLE_BYTES], handles[HANDLE_BYTES:]
+                self._readers[rank] = self._opened.event(event)
+                self._opened.memory(memory)
         except Exception as error:  # CuPy's own class
             failed = f"rank {self.rank}: {error}".encode()
         failures = [x for x in self._mesh.gather(_BYTES, failed) if x]
@@ -147,6 +150,10 @@ class PeerGroup(Group):
         """
         block, runtime = self._blocks.take(array.nbytes), self._runtime
         stream = self._cupy.cuda.get_current_stream()
+        if stream.ptr != self._staging:  # another has waited for the readers
+            for event in self._readers.values():
+                runtime.streamWaitEvent(stream.ptr, event)
+            self._staging = stream.ptr
         runtime.memcpyAsync(
             block.memory.ptr, array.data.ptr, array.nbytes,
             runtime.memcpyDeviceToDevice, stream.ptr,
@@ -216,7 +223,7 @@ class PeerGroup(Group):
                 array.data.ptr, self._opened.memory(handle), array.nbytes,
                 runtime.memcpyDefault, stream.ptr,
             )  # fmt: skip
-        stream.record(self._done)
+        stream.record(self._done[rank])
         self._mesh.send(rank, _COPIED, b"", expected.number)
 
     def await_pull(self, rank: int, sent: _Sent) -> None:

@@ -7,6 +7,7 @@ the table says so.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from cuflash.api.tile_mask import TileMask, tile_mask
 from cuflash.errors import DTypeError, ShapeError, UnsupportedError, in_words
 
-from . import functions
+from . import block_slices, functions
 from .compiled_functions import Blocks, visible_in
 from .dtypes import to_numpy
 
@@ -35,7 +36,7 @@ class BlockMask:
     shape : tuple of int
         Batch, heads, queries, keys; 1 stands for any batch, any heads.
     BLOCK_SIZE : tuple of int
-        Queries and keys of a block of `sparsity` and `to_dense`; calls
+        Queries and keys of a block, as they are sliced and listed; calls
         choose tiles of their own.
     """
 
@@ -58,8 +59,89 @@ class BlockMask:
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """The numbers of queries and keys."""
+        """The numbers of queries and keys, which may be assigned."""
         return self.shape[2:]
+
+    @seq_lengths.setter
+    def seq_lengths(self, lengths: tuple[int, int]) -> None:
+        seqlen_q, seqlen_k = lengths
+        self.shape = *self.shape[:2], seqlen_q, seqlen_k
+
+    def numel(self) -> int:
+        """The number of pairs, visible or not."""
+        return math.prod(self.shape)
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """The mask of some batch elements, heads, blocks of queries.
+
+        Its `mask_mod` is this one's of what was chosen, counted from 0. All
+        axes stay; one batch element or head that is left stands for any.
+
+        Parameters
+        ----------
+        index : int, slice or Tensor of int, or tuple of up to three
+            Of a tensor on a CUDA device no index is checked.
+
+        Raises
+        ------
+        CuflashError
+        """
+        indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) > 3:
+            raise ShapeError(
+                f"a block mask is sliced by {len(indices)} indices, expected"
+                " up to three: batch, heads, blocks of queries"
+            )
+        indices = *indices, *(slice(None),) * (3 - len(indices))
+        batch, heads, seqlen_q, seqlen_k = self.shape
+        size = self.BLOCK_SIZE[0]
+        starts = range(0, max(seqlen_q, 1), size)
+        of_batch, of_heads = (
+            block_slices.chosen(x, axis, length)
+            for axis, (x, length) in enumerate(
+                zip(indices, (batch, heads), strict=False)
+            )
+        )
+        rows = block_slices.chosen(indices[2], 2, len(starts), size)
+        mask_mod = block_slices.sliced(
+            self.mask_mod, of_batch, of_heads, rows, size
+        )
+        if rows is not None:
+            seqlen_q = block_slices.queries_of(rows, starts, seqlen_q)
+        shape = (
+            batch if of_batch is None else of_batch.number,
+            heads if of_heads is None else of_heads.number,
+            *(seqlen_q, seqlen_k),
+        )
+        return BlockMask(mask_mod, shape, self.BLOCK_SIZE)
+
+    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
+        """Its parts, as torch's BlockMask has them, computed on the host.
+
+        `seq_lengths`; of blocks of which some pairs are visible how many each
+        row of blocks has, and their columns first, `kv_num_blocks` and
+        `kv_indices`; the same of blocks that are visible as a whole, then both
+        of columns of blocks; `BLOCK_SIZE`; `mask_mod`.
+
+        Parameters
+        ----------
+        flatten : bool
+            Whether lengths and sizes are numbers of the tuple, not tuples.
+        """
+        flags = torch.from_numpy(self.tiles().flags.copy())
+        flags = flags.expand(*self.shape[:2], *flags.shape[2:])
+        flags = _as_listed(flags, self.seq_lengths, self.BLOCK_SIZE)
+        lists = [
+            x
+            for of_rows in (flags, flags.transpose(-2, -1))
+            for kind in (1, 2)
+            for x in _listed(of_rows == kind)
+        ]
+        lengths: tuple[Any, ...] = self.seq_lengths
+        sizes: tuple[Any, ...] = self.BLOCK_SIZE
+        if not flatten:
+            lengths, sizes = (lengths,), (sizes,)
+        return *lengths, *lists, *sizes, self.mask_mod
 
     def __call__(self, *indices: Any) -> Any:
         """Call `mask_mod`."""
@@ -97,6 +179,23 @@ class BlockMask:
     def __repr__(self) -> str:
         name = getattr(self.mask_mod, "__name__", repr(self.mask_mod))
         return f"<BlockMask of {name}, shape {self.shape}>"
+
+
+def _as_listed(
+    flags: torch.Tensor, lengths: tuple[int, int], sizes: tuple[int, int]
+) -> torch.Tensor:
+    """The flags where torch counts pairs past the ends as masked ones."""
+    flags = flags.clone()
+    for axis, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+        if length % size:
+            flags.narrow(2 + axis, -1, 1).clamp_(max=1)
+    return flags
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks a row has, and its columns: those of these first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int(), order.int()
 
 
 # Arguments of torch's function that say how its blocks are listed.

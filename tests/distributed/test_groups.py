@@ -154,6 +154,11 @@ def test_bad_offsets(given, words):
     assert_says(error, words)
 
 
+def test_devices_of_other_ranks():
+    with pytest.raises(cuflash.ValueRangeError, match="devices has 3 elem"):
+        distributed.run_threads(2, lambda group: None, devices=[0, 1, 2])
+
+
 @pytest.mark.parametrize("axes", [2, 3])
 def test_axes_that_q_lacks(axes):
     """They are left out of the results, too."""

@@ -45,39 +45,59 @@ __device__ __forceinline__ const Element* head_start(
     return static_cast<const Element*>(array) + batch * stride.batch + head * stride.head;
 }
 
-// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned. Rows from num_rows and
-// columns from num_columns on are not read and become zero. All of Threads:
-// thread i copies the chunks i, i + COUNT and so on, which have the same columns if COUNT is a
-// multiple of a row's chunks.
-template <class Threads = AllThreads, int ROWS, int COLUMNS, int PAD>
-__device__ __forceinline__ void load_tile(
+// Which chunks a pass over a tile copies; CUT: those that the end of a row cuts.
+enum class Pass { ALL, WHOLE, CUT };
+
+// A pass of load_tile.
+template <Pass PASS, class Threads, int ROWS, int COLUMNS, int PAD>
+__device__ __forceinline__ void load_chunks(
     SmemTile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
     int num_columns) {
     constexpr int CHUNKS = COLUMNS / CHUNK, BYTES = sizeof(Element), COUNT = Threads::COUNT;
     const auto valid = [&](int column) {
-        return min(max(num_columns - column, 0), CHUNK) * BYTES;
+        const int bytes = min(max(num_columns - column, 0), CHUNK) * BYTES;
+        if (PASS == Pass::WHOLE) return bytes == 16 ? 16 : 0;
+        return bytes;
     };
     if constexpr (COUNT % CHUNKS == 0 && ROWS * CHUNKS % COUNT == 0) {
         constexpr int STEP = COUNT / CHUNKS, PITCH = (COLUMNS + PAD) * BYTES;
         const int row = Threads::rank() / CHUNKS, column = Threads::rank() % CHUNKS * CHUNK;
         const int bytes = valid(column);
+        if (PASS == Pass::CUT && bytes % 16 == 0) return;
         const u32 target = shared_address(&tile.at[row][column]);
         source += row * stride + column;
-        #pragma unroll 8
+        #pragma unroll (PASS == Pass::CUT ? 1 : 8)
         for (int first = 0; first < ROWS; first += STEP) {
             cp_async_16_partly(
                 target + first * PITCH, source, first + row < num_rows ? bytes : 0);
             source += STEP * stride;
         }
     } else {
-        #pragma unroll 4
+        #pragma unroll (PASS == Pass::CUT ? 1 : 4)
         for (int i = Threads::rank(); i < ROWS * CHUNKS; i += Threads::COUNT) {
             const int row = i / CHUNKS, column = i % CHUNKS * CHUNK;
+            if (PASS == Pass::CUT && valid(column) % 16 == 0) continue;
             cp_async_16_partly(
                 shared_address(&tile.at[row][column]), source + row * stride + column,
                 row < num_rows ? valid(column) : 0);
         }
     }
+}
+
+// Starts the copy of ROWS rows, `stride` elements apart and 16-byte aligned. Rows from num_rows and
+// columns from num_columns on are not read and become zero. All of Threads:
+// thread i copies the chunks i, i + COUNT and so on, which have the same columns if COUNT is a
+// multiple of a row's chunks. Where copies are complete at once, a branch between two loads makes
+// the second wait for the first: cut chunks, which need one, are apart.
+template <class Threads = AllThreads, int ROWS, int COLUMNS, int PAD>
+__device__ __forceinline__ void load_tile(
+    SmemTile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
+    int num_columns) {
+    constexpr Pass FIRST = COPIES_AT_ONCE ? Pass::WHOLE : Pass::ALL;
+    load_chunks<FIRST, Threads>(tile, source, stride, num_rows, num_columns);
+    if constexpr (COPIES_AT_ONCE)
+        if (num_columns % CHUNK != 0)
+            load_chunks<Pass::CUT, Threads>(tile, source, stride, num_rows, num_columns);
 }
 
 // Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an

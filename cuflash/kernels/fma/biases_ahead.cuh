@@ -4,8 +4,8 @@
 #pragma once
 #include "score/score_mod.cuh"
 
-// One in each 32 bytes, shared by the block's threads. Call read() before the product, use() after
-// it: the compiler drops loads that nothing uses, and would wait for them at once if it could.
+// One in each 32 bytes, shared by the block's threads. Make it before the product and call use()
+// after it: the compiler drops loads that nothing uses, and waits for them at once where it can.
 // ENABLED: registers suffice.
 template <bool ENABLED> struct BiasesAhead {
     static constexpr bool READS = ENABLED && BIAS && sizeof(Bias) == 4;
@@ -13,7 +13,7 @@ template <bool ENABLED> struct BiasesAhead {
     static constexpr int COUNT = READS ? BLOCK_Q * ROW / (NUM_WARPS * 32) : 0;
     u32 words[COUNT > 0 ? COUNT : 1];
 
-    __device__ __forceinline__ void read(
+    __device__ __forceinline__ BiasesAhead(
         const ScoreMod<float>& score_mod, int q_start, int k_start) {
         #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
