@@ -637,6 +637,8 @@ _SLOPES: dict[np.ufunc, Callable[..., tuple[Any, ...]]] = {
     np.sinh: lambda y, x: (np.cosh(x),),
     np.cosh: lambda y, x: (np.sinh(x),),
     np.tanh: lambda y, x: (1 - y * y,),
+    np.fmod: lambda y, a, b: (1.0, -np.trunc(a / b)),
+    np.logaddexp: lambda y, a, b: (np.exp(a - y), np.exp(b - y)),
 }
 # The same of SciPy's functions, by name: NumPy has none of these.
 _SCIPYS: dict[str, Callable[..., tuple[Any, ...]]] = {

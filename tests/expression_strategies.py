@@ -68,7 +68,7 @@ class Drawn:
 
 _ROUNDED = ("np.exp", "np.exp2", "np.expm1", "np.log", "np.log2", "np.log10",
             "np.log1p", "np.tanh", "np.sin", "np.cos", "special.erf",
-            "special.erfc")  # fmt: skip
+            "special.erfc", "np.arctan")  # fmt: skip
 _OF_ONE = ("-{}", "abs({})", "np.sqrt({})", "np.floor({})", "np.ceil({})",
            "np.trunc({})", "np.rint({})", "np.sign({})",
            "np.square({})", "({}) ** 3")  # fmt: skip

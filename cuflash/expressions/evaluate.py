@@ -297,7 +297,7 @@ _UFUNCS = {
     *("add", "subtract", "multiply", "divide", "negative", "absolute"),
     *("sign", "minimum", "maximum", "power", "exp", "exp2", "expm1", "log"),
     *("log2", "log10", "log1p", "tanh", "sqrt", "sin", "cos", "floor"),
-    *("ceil", "trunc", "rint", "less", "less_equal", "greater"),
+    *("arctan", "ceil", "trunc", "rint", "less", "less_equal", "greater"),
     *("greater_equal", "equal", "not_equal", "bitwise_and", "bitwise_or"),
     *("bitwise_xor", "invert", "isnan", "isinf"),
 }

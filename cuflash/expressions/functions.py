@@ -197,6 +197,12 @@ _REALS = (
             "subtract", constant(1.0), apply("multiply", y, y))),
     ),
     Function(
+        "arctan", np.arctan, "real", ("atan",),
+        _by(lambda y, x: apply(
+            "divide", constant(1.0),
+            apply("add", apply("multiply", x, x), constant(1.0)))),
+    ),
+    Function(
         "erf", error_function.erf, "real", ("special_erf",),
         _of_error(2 / math.sqrt(math.pi)),
     ),

@@ -571,6 +571,8 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
         return _limited(apply(operation, factor, x))
     elif name in _COMPOSED and len(operands) == 1:
         return _limited(_composed(name, operands[0]))
+    elif (name, len(operands)) in _OF_SEVERAL:
+        return _limited(_OF_SEVERAL[name, len(operands)](*operands))
     elif name not in BY_UFUNC:
         refuse(
             f"{words} cannot be recorded",
@@ -636,6 +638,44 @@ def _softplus(x: Node) -> Node:
     size = apply("where", below, x, apply("negative", x))
     rest = apply("log1p", apply("exp", size))
     return apply("where", below, rest, apply("add", x, rest))
+
+
+def _fmod(x: Node, y: Node) -> Node:
+    """The remainder with the sign of x; exact, as is that of sizes."""
+    size = apply("remainder", apply("absolute", x), apply("absolute", y))
+    below = apply("less", x, nodes.constant(0))
+    return apply("where", below, apply("negative", size), size)
+
+
+def _logaddexp(a: Node, b: Node) -> Node:
+    """log(exp(a) + exp(b)); of equal ones, even infinite, both have slopes."""
+    a, b = converted(a, "real"), converted(b, "real")
+    half = nodes.constant(0.5)
+    mean = apply("add", apply("multiply", half, a), apply("multiply", half, b))
+    of_equal = apply("add", mean, nodes.constant(math.log(2)))
+    apart = apply("absolute", apply("subtract", a, b))
+    rest = apply("log1p", apply("exp", apply("negative", apart)))
+    largest = apply("add", apply("maximum", a, b), rest)
+    return apply("where", apply("equal", a, b), of_equal, largest)
+
+
+def _lerp(a: Node, b: Node, weight: Node) -> Node:
+    """a + weight (b - a), counted from the nearer end."""
+    a, b, weight = (converted(x, "real") for x in (a, b, weight))
+    length = apply("subtract", b, a)
+    rest = apply("subtract", nodes.constant(1.0), weight)
+    return apply(
+        "where",
+        apply("less", apply("absolute", weight), nodes.constant(0.5)),
+        apply("add", a, apply("multiply", weight, length)),
+        apply("subtract", b, apply("multiply", rest, length)),
+    )
+
+
+# By NumPy's and PyTorch's name and how many operands it has.
+_OF_SEVERAL: dict[tuple[str, int], Callable[..., Node]] = {
+    ("fmod", 2): _fmod, ("logaddexp", 2): _logaddexp, ("lerp", 3): _lerp,
+}  # fmt: skip
 
 
 def _gelu(x: Any, approximate: str = "none") -> Any:
@@ -732,7 +772,7 @@ METHODS = frozenset(
         *BY_UFUNC, *LOGICAL, *_METHODS, *_CONVERSIONS,
         *("clip", "clamp", "square", "reciprocal", "relu", "rsqrt"),
         *("masked_fill", "div", "sigmoid", "where", "type", "to", "astype"),
-        *("int", "float"),
+        *("int", "float", *(name for name, _ in _OF_SEVERAL)),
     )
 )  # fmt: skip
 

@@ -618,6 +618,7 @@ _SAME = {
     "shift_right_arithmetic": "right_shift",
     **{x: x for x in ("exp", "exp2", "expm1", "log", "log1p", "tanh", "sqrt",
                       "sin", "cos", "floor", "ceil", "erf", "erfc")},
+    "atan": "arctan",
 }  # fmt: skip
 _EACH: dict[str, Callable[..., Node]] = {
     **{x: _rule(y) for x, y in _SAME.items()},

@@ -20,6 +20,7 @@ from .kernel import (
 )
 from .rounding import ceil_div, round_up
 from .steps import (
+    LAST_TILES,
     ROW_THREADS,
     count_mask_words,
     count_tiles,
@@ -524,16 +525,31 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
 
 
+# Query heads of a key head with which blocks of causal calls part so far that
+# Q, dO and sums of dQ come from memory: docs/lab/sm90_backward.md. With fewer
+# heads blocks that stay together are slower by 1 to 5 %.
+_MANY_HEADS, _MANY_WIDE_HEADS = 16, 8
+
+# The largest head dimension of sm90/backward.cu; wider ones have others.
+_MAX_OF_NARROW = 128
+
+# Tiles of a block in the last section, where many wide heads are innermost: in
+# smaller sections more blocks stay together.
+_LAST_WIDE_TILES = 1
+
+
 def heads_innermost(problem: Problem) -> bool:
     """HEADS_INNERMOST of sm90/backward_scheduler.cuh.
 
     A window's key tiles are seen by as many queries each, so blocks stay
     beside each other anyway.
     """
+    is_wide = max(problem.head_dim, problem.head_dim_v) > _MAX_OF_NARROW
+    many = _MANY_WIDE_HEADS if is_wide else _MANY_HEADS
     in_order = problem.deterministic and not has_integer_dq(problem)
     return (
         problem.causal
-        and problem.group_size > 1
+        and problem.group_size >= many
         and "window" not in problem.options
         and not in_order
         and not skips_tiles(problem)
@@ -613,9 +629,12 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads = _ordered_heads(problem, problem.num_heads_kv, heads)
     if in_order:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
+    innermost = heads_innermost(problem)
+    last_tiles = _LAST_WIDE_TILES if innermost and wide else LAST_TILES
     last = last_section(
         problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
         longest_first=not in_order,
+        of_block=last_tiles,
     )  # fmt: skip
     bytes_of_rows = q_tiles * _rows_bytes(problem, tile)
     if integers:

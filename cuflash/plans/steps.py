@@ -29,24 +29,24 @@ def heads_per_section(
 # Tiles for each block that runs at a time, in the last section. The mean of a
 # head's causal tiles is half as long as the longest: with two, the longest
 # tile, which comes first, takes as long as the section does.
-_LAST_CAUSAL_TILES = 2
+LAST_TILES = 2
 
 
 def last_section(
     problem: Problem, heads: int, pairs: int, tiles: int, running: int,
-    longest_first: bool = True,
+    longest_first: bool = True, of_block: int = LAST_TILES,
 ) -> int:  # fmt: skip
     """The section of all (batch, head) pairs that are left.
 
     It has more pairs than the `heads` of other sections where tiles differ in
     length and start `longest_first`. Blocks would otherwise wait for the
     longest tile of the last few heads. A pair has `tiles`; `running` blocks
-    run at a time.
+    run at a time, and have `of_block` tiles each.
     """
     has_triangle = problem.causal and "tiles" not in options.acts(problem)
     if not has_triangle or not longest_first:
         return EVEN_SECTIONS
-    least = ceil_div(_LAST_CAUSAL_TILES * running, max(tiles, 1))
+    least = ceil_div(of_block * running, max(tiles, 1))
     return max(pairs - least, 0) // heads
 
 

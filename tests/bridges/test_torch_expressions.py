@@ -32,6 +32,10 @@ FUNCTIONS = {
     "exp": lambda d, i, j: torch.exp(d / 9) + torch.exp2(d / 9),
     "log": lambda d, i, j: torch.log1p(abs(d)) + torch.log(j + 1.0),
     "tanh": lambda d, i, j: torch.tanh(d) + torch.sigmoid(d),
+    "atan": lambda d, i, j: torch.atan(d) + d.arctan(),
+    "fmod": lambda d, i, j: torch.fmod(d, 1.25) + torch.fmod(i - j, 3),
+    "lerp": lambda d, i, j: torch.lerp(d, d * d, 0.25) - torch.lerp(d, -d, d),
+    "logaddexp": lambda d, i, j: torch.logaddexp(d, 0.5 * d),
     "erf": lambda d, i, j: torch.erf(d) + torch.special.erfc(d / 9) + d.erf(),
     "gelu": lambda d, i, j: (
         functional.gelu(d)

@@ -51,7 +51,7 @@ SINGLE = Arithmetic(_U32, 8 * _U32, 0, 0, 1e-37, 1e37, np.float32)
 FAST = Arithmetic(_U32, 2.0**-20, 2 * _U32, 2 * _U32, 1e-37, 1e37, np.float32)
 
 _MONOTONE = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh",
-             "erf", "erfc", "sqrt")  # fmt: skip
+             "arctan", "erf", "erfc", "sqrt")  # fmt: skip
 _DISCRETE = ("floor", "ceil", "trunc", "rint", "sign", "to_int")
 _TRUTHS = ("less", "less_equal", "greater", "greater_equal", "equal",
            "not_equal")  # fmt: skip

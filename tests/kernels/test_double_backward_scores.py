@@ -29,7 +29,8 @@ def squared(score, b, h, q_idx, kv_idx):
 
 
 def capped(score, b, h, q_idx, kv_idx):
-    return 20.0 * np.tanh(score / 20.0)
+    """Not divided by 20: that would be a softcap, which is an option."""
+    return 20.0 * np.tanh(0.05 * score)
 
 
 def far(score, b, h, q_idx, kv_idx):

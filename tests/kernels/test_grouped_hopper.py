@@ -1,7 +1,7 @@
 """Backward of grouped heads on Hopper: HEADS_INNERMOST of its scheduler.
 
-Three heads a group and up to seven query tiles: a visit left out, or made
-twice, changes a twentieth of a gradient and more.
+Up to 16 heads a group and seven query tiles: a visit left out, or
+made twice, changes a hundredth of a gradient and more.
 """
 
 from dataclasses import replace
@@ -16,7 +16,8 @@ from helpers.derivatives import assert_near, tangents
 from helpers.kernels import small_problem
 
 ON = Emulation("sm_90a", seed=3, num_sms=2)
-CASE = Case("bfloat16", 1, 400, 193, 6, 2, 64, 64, causal=True, on=ON)
+CASE = Case("bfloat16", 1, 200, 193, 16, 1, 64, 64, causal=True, on=ON)
+GROUP = {64: 16, 128: 16, 256: 8, 320: 8}  # heads, by head_dim
 
 
 @on_kernels
@@ -24,13 +25,14 @@ CASE = Case("bfloat16", 1, 400, 193, 6, 2, 64, 64, causal=True, on=ON)
 def test_gradients(backend, head_dim):
     """More keys than queries: the first key tiles are seen by all."""
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
-    check_gradients(backend, replace(CASE, **dims))
-    check_gradients(backend, replace(CASE, **dims, seqlen_q=129))
+    heads = {"num_heads_q": GROUP[head_dim]}
+    check_gradients(backend, replace(CASE, **dims, **heads))
+    check_gradients(backend, replace(CASE, **dims, **heads, seqlen_q=129))
 
 
 @on_kernels
 def test_packed_sequences(backend):
-    offsets = (0, 130, 130, 255, 400), (0, 70, 90, 90, 193)
+    offsets = (0, 130, 130, 155, 200), (0, 70, 90, 90, 193)
     check_packed(backend, replace(CASE, offsets=offsets))
 
 
@@ -45,8 +47,10 @@ def test_double_backward(backend):
     ("innermost", "changes"),
     [
         (True, {}),
-        (True, {"head_dim": 320, "head_dim_v": 320}),
-        (False, {"num_heads_kv": 2}),
+        (False, {"num_heads_q": 8}),
+        (True, {"num_heads_q": 8, "head_dim": 256, "head_dim_v": 256}),
+        (True, {"num_heads_q": 8, "head_dim": 320, "head_dim_v": 320}),
+        (False, {"num_heads_kv": 16}),
         (False, {"causal": False}),
         (False, {"deterministic": True}),
         (False, {"window": (30, 0)}),
@@ -54,6 +58,7 @@ def test_double_backward(backend):
     ],
 )
 def test_which_calls_visit_heads_innermost(innermost, changes):
+    changes = {"num_heads_q": 16, "num_heads_kv": 1, **changes}
     problem = small_problem("backward", "bfloat16", **changes)
     kernels = plan(problem, device_of_arch("sm_90a")).kernels
     found = {dict(x.constants).get("HEADS_INNERMOST") for x in kernels}

@@ -226,6 +226,7 @@ SMOOTH = {
     "circle": lambda x: np.sin(x) * np.cos(x) + np.tan(x) + np.arctan(x),
     "hyperbola": lambda x: np.tanh(x) + np.sinh(x) * np.cosh(x),
     "minus": lambda x: -x - (+x),
+    "arctan": np.arctan,
     "error": lambda x: special.erf(x) + 3 * special.erfc(x / 2),
 }
 

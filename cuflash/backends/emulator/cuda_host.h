@@ -60,13 +60,13 @@ float fabsf(float), copysignf(float, float), fmaxf(float, float), fminf(float, f
 float fmaf(float, float, float), expf(float), exp2f(float), logf(float), tanhf(float);
 float sqrtf(float), rintf(float), floorf(float), ceilf(float), truncf(float);
 float expm1f(float), log2f(float), log10f(float), log1pf(float), sinf(float), cosf(float);
-float powf(float, float), fmodf(float, float), erff(float), erfcf(float);
+float powf(float, float), fmodf(float, float), erff(float), erfcf(float), atanf(float);
 double fabs(double), fmax(double, double), fma(double, double, double);
 double exp(double), log(double), tanh(double), copysign(double, double);
 double sqrt(double), rint(double), floor(double), ceil(double), trunc(double);
 double exp2(double), expm1(double), log2(double), log10(double), log1p(double);
 double sin(double), cos(double), pow(double, double), fmod(double, double);
-double erf(double), erfc(double);
+double erf(double), erfc(double), atan(double);
 }
 inline float fabs(float x) { return fabsf(x); }
 inline float fmax(float a, float b) { return fmaxf(a, b); }
@@ -82,6 +82,7 @@ inline float log2(float x) { return log2f(x); }
 inline float log10(float x) { return log10f(x); }
 inline float log1p(float x) { return log1pf(x); }
 inline float tanh(float x) { return tanhf(x); }
+inline float atan(float x) { return atanf(x); }
 inline float erf(float x) { return erff(x); }
 inline float erfc(float x) { return erfcf(x); }
 inline float sqrt(float x) { return sqrtf(x); }

@@ -1,5 +1,5 @@
 // The emulator's twin of ptx.cuh: the same functions in C++; ptx.cuh describes the instructions.
-// Warp-wide functions call meet first (engine.h).
+// What a warp's lanes do together is the engine's (engine.h).
 #pragma once
 #include "common/types.cuh"
 
@@ -165,7 +165,8 @@ EMULATOR_CALLED void store_shared(u32 address, u16 x, EMULATOR_SITE) {
         emulator::shared_memory(address, 2, 2, emulator::Access::WRITE, {file, line})) = x;
 }
 
-EMULATOR_CALLED void store_shared_16(u32 address, float x, float y, float z, float w, EMULATOR_SITE) {
+EMULATOR_CALLED void store_shared_16(
+    u32 address, float x, float y, float z, float w, EMULATOR_SITE) {
     *static_cast<float4*>(
         emulator::shared_memory(address, 16, 16, emulator::Access::WRITE, {file, line})) = {
         x, y, z, w};
@@ -252,7 +253,7 @@ inline void store_release(int* target, int x, EMULATOR_SITE) {
 
 // ======== Hopper (sm_90a) ========
 //
-// These functions are forced inline, so that the return address that the engine records is in the
+// Functions for which the engine records a return address are forced inline, so that it is in the
 // kernel and not in this file.
 
 inline void mbarrier_init(u32 barrier, int arrivals, EMULATOR_SITE) {
@@ -309,8 +310,9 @@ inline void griddepcontrol_launch_dependents() {}
 
 inline void fence_async_proxy() { emulator::fence_async_proxy(); }
 
-EMULATOR_CALLED void tma_load(u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,
-                     EMULATOR_SITE) {
+EMULATOR_CALLED void tma_load(
+    u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,
+    EMULATOR_SITE) {
     emulator::load_box(target, &map, barrier, {x0, x1, x2, x3}, {file, line});
 }
 

@@ -46,6 +46,10 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
+// Where dbias is added to, its tiles' biases stay in L2: reading them ahead, or at constant
+// distances, was 6 to 12 % slower together (docs/lab/pair_bias.md).
+constexpr bool ADDS_DBIAS = DBIAS && !STORES_DBIAS;
+
 // P = exp(scale S - lse) and dS = scale P (dP - delta) replace S and dP; both are 0 for masked
 // pairs. With dropout, P Z and dS = scale P (Z dP - delta).
 template <bool MASKED>
@@ -66,11 +70,15 @@ __device__ __forceinline__ void compute_p_and_ds(
     // additions of dbias that come before it: alone, each would take as long as one from L2 does.
     float biases[2][BIAS ? KEYS : 1];
     const auto load_biases = [&](int i) {
-        if constexpr (BIAS)
-            score_tile.score_mod.load_biases<LANE_COLUMNS>(
-                biases[i % 2],
-                score_tile.q_start + ScoreGrid::first_row() + lane_row() + i * LANE_ROWS,
-                score_tile.k_start + first_key);
+        const int query =
+            score_tile.q_start + ScoreGrid::first_row() + lane_row() + i * LANE_ROWS;
+        const int key = score_tile.k_start + first_key;
+        if constexpr (BIAS && !ADDS_DBIAS)
+            score_tile.score_mod.load_biases<LANE_COLUMNS>(biases[i % 2], query, key);
+        else if constexpr (BIAS)
+            #pragma unroll
+            for (int j = 0; j < KEYS; ++j)
+                biases[i % 2][j] = score_tile.score_mod.bias_of(query, key + j * LANE_COLUMNS);
     };
     load_biases(0);
     Kept<ROWS, KEYS> kept;
@@ -129,7 +137,8 @@ template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
     SharedPlan& shared, const ScoreTile& score_tile, Scores& s, Scores& ds, bool& dout_nonfinite,
     bool& q_nonfinite) {
-    const BiasesAhead<true> biases(score_tile.score_mod, score_tile.q_start, score_tile.k_start);
+    const BiasesAhead<!ADDS_DBIAS> biases(
+        score_tile.score_mod, score_tile.q_start, score_tile.k_start);
     cp_async_wait<1>();                                     // dO; in the first iteration, K and V
     dout_nonfinite = barrier_or_nonfinite<MASKED>(shared.dout);
     gemm_abt_ahead<true>(

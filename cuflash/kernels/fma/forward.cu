@@ -67,7 +67,7 @@ __device__ __forceinline__ void apply_score_mod(
     Scores& s, const ScoreMod<float>& score_mod, const Ahead& biases_ahead, int first_query,
     int first_key, int shift) {
     biases_ahead.use();
-    if constexpr (BIAS)
+    if constexpr (BIAS && ROWS * (KEYS + COLUMNS) < 128)    // with more numbers 14 % slower
         if (score_mod.has_row(first_key + (KEYS - 1) * LANE_COLUMNS)) {
             #pragma unroll
             for (int i = 0; i < ROWS; ++i) {

@@ -393,6 +393,9 @@ template <class A> inline auto log10(A a) {
 template <class A> inline auto log1p(A a) {
     return nearly_monotone(a, [](auto x) { return ::log1p(x); });
 }
+template <class A> inline auto arctan(A a) {
+    return nearly_monotone(a, [](auto x) { return ::atan(x); });
+}
 template <class A> inline auto erf(A a) {
     return nearly_monotone(a, [](auto x) { return ::erf(x); });
 }
