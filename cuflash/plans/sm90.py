@@ -480,6 +480,17 @@ def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     return is_plain and tile.block_q > 64 and tile.num_stages == 2
 
 
+def _dq_parts(tile: Tile, head_dim: int) -> int:
+    """Parts of a query tile's dQ, each of which is summed in order.
+
+    Of its rows or columns, a consumer warpgroup's each; of a wide tile, 128
+    columns at a time, or all: DQ_PARTS of sm90/backward_wide.cu.
+    """
+    if not _is_wide(tile):
+        return (tile.num_warps - 4) // 4
+    return head_dim // 128 if head_dim % 128 == 0 else 1
+
+
 def _backward_shared(problem: Problem, tile: Tile) -> int:
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
@@ -497,6 +508,8 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         ds *= tile.num_stages  # and p; dq is added from registers
         dq = 0
         barriers += 2 * tile.num_stages
+        if problem.deterministic and not has_integer_dq(problem):
+            barriers += 2 * tile.num_stages * _dq_parts(tile, d)
     return round_up(
         keys
         + tile.num_stages * (queries + _rows_bytes(problem, tile))
@@ -587,7 +600,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
     in_order = problem.deterministic and not integers
-    semaphores = dq_warps // 4 if in_order else 0
+    semaphores = _dq_parts(tile, d) if in_order else 0
     rows = rows_kernel(
         problem, tile, "row_stats", d,
         ("DQ_COLUMNS", d),
@@ -633,7 +646,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     last_tiles = _LAST_WIDE_TILES if innermost and wide else LAST_TILES
     last = last_section(
         problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
-        longest_first=not in_order,
         of_block=last_tiles,
     )  # fmt: skip
     bytes_of_rows = q_tiles * _rows_bytes(problem, tile)

@@ -10,7 +10,7 @@ from cuflash.plans.workspace import Buffer
 from cuflash.request import mod_tangents
 from cuflash.request.problem import Problem
 
-from .kernel import Device, KernelPlan, Launch, Maker, Plan
+from .kernel import EVEN_SECTIONS, Device, KernelPlan, Launch, Maker, Plan
 from .rounding import round_up
 from .simt_derivatives import double_backward_kernels, recompute_launch
 from .sm90 import (
@@ -153,10 +153,11 @@ def _plan(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
     if problem.deterministic:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
-    last = last_section(
-        problem, heads, kv_pairs, tiles_of_head, device.num_sms,
-        longest_first=not problem.deterministic,
-    )  # fmt: skip
+        last = EVEN_SECTIONS
+    else:
+        last = last_section(
+            problem, heads, kv_pairs, tiles_of_head, device.num_sms
+        )
     return Plan(
         problem,
         "sm90",

@@ -34,17 +34,17 @@ LAST_TILES = 2
 
 def last_section(
     problem: Problem, heads: int, pairs: int, tiles: int, running: int,
-    longest_first: bool = True, of_block: int = LAST_TILES,
+    of_block: int = LAST_TILES,
 ) -> int:  # fmt: skip
     """The section of all (batch, head) pairs that are left.
 
     It has more pairs than the `heads` of other sections where tiles differ in
-    length and start `longest_first`. Blocks would otherwise wait for the
-    longest tile of the last few heads. A pair has `tiles`; `running` blocks
-    run at a time, and have `of_block` tiles each.
+    length. Blocks would otherwise wait for the longest tile of the last few
+    heads. A pair has `tiles`; `running` blocks run at a time, and have
+    `of_block` tiles each.
     """
     has_triangle = problem.causal and "tiles" not in options.acts(problem)
-    if not has_triangle or not longest_first:
+    if not has_triangle:
         return EVEN_SECTIONS
     least = ceil_div(of_block * running, max(tiles, 1))
     return max(pairs - least, 0) // heads

@@ -121,11 +121,22 @@ TURNS = {
         ),
     ),
 }  # fmt: skip
+# Three query tiles of each of two heads: semaphores that stand for others.
+TURNS["mma_ahead"] = replace(
+    TURNS["mma"], seqlen_q=85, num_heads_q=4, num_heads_kv=2
+)
 # Which key tiles come before one hangs on the mask and on the window.
 MASKED_TURNS = {
     name: replace(TURNS["wgmma_wide"], seqlen_q=150, **changes)
     for name, changes in {
         "causal": {"causal": True},
+        # Two orders of key tiles: two sections of one head, then the last.
+        "sections": {
+            "causal": True,
+            "num_heads_q": 6,
+            "num_heads_kv": 3,
+            "on": replace(TURNS["wgmma_wide"].on, num_sms=1, l2_bytes=1),
+        },
         # The last query tile does not see the first key tile.
         "window": {"window": (164, 230)},
         "causal_window": {"causal": True, "window": (150, 0)},

@@ -29,31 +29,67 @@ __device__ __forceinline__ i64 query_tile_index(
 }
 
 // How a block, or some of its warps (Threads), adds to the dQ of one query tile after another.
-template <class Threads = WholeBlock> struct DqSemaphore {
+//
+// AHEAD: all key tiles visit all query tiles of a head in ascending order. So a semaphore also says
+// that its key tile has added to the query tiles before it. A block then releases every
+// RELEASE_INTERVAL-th query tile's, as a warp waits for the fence of each store. It acquires those
+// of 32 query tiles at once, and none for query tiles that it knows its predecessor to be ahead.
+template <class Threads = WholeBlock, bool AHEAD = false> struct DqSemaphore {
+    static constexpr int RELEASE_INTERVAL = AHEAD ? 2 : 1;  // with 4, successors wait longer
     int* semaphore = nullptr;                               // acquired, to be released
     int next_rank = 0;
+    int ready = 0;                                          // AHEAD: acquired query tiles after it
+    int unreleased = 0;                                     // AHEAD: query tiles up to it
 
     // By each warp, before it adds to a tile of dQ: until `rank` key tiles, those before this one,
-    // have added to it.
-    __device__ __forceinline__ void wait(int* of_tile, int rank) {
+    // have added to it. AHEAD: query tile q_tile of a head's.
+    __device__ __forceinline__ void wait(
+        int* of_tile, int rank, int q_tile = 0, int num_q_tiles = 0) {
         if (!DETERMINISTIC) return;
-        if (rank > 0 && threadIdx.x % 32 == 0) while (load_acquire(of_tile) != rank) {}
+        if constexpr (AHEAD) {
+            const int tiles_after = num_q_tiles - 1 - q_tile;
+            if (tiles_after == num_q_tiles - 1) {           // the head's first
+                release_at_once();                          // the head before: added, a barrier ago
+                ready = 0;
+            }
+            if (rank > 0 && --ready < 0) acquire(of_tile, rank, tiles_after);
+        } else {
+            if (rank > 0 && threadIdx.x % 32 == 0) while (load_acquire(of_tile) != rank) {}
+        }
         __syncwarp();
         semaphore = of_tile;
         next_rank = rank + 1;
+        if (AHEAD) ++unreleased;
     }
     // After a barrier of Threads that follows their additions. If those are complete by then, the
     // store need not wait for them.
     __device__ __forceinline__ void release() {
-        if (!DETERMINISTIC) return;
-        if (Threads::rank() == 0 && semaphore != nullptr) store_release(semaphore, next_rank);
-        semaphore = nullptr;
+        if (!DETERMINISTIC || (AHEAD && unreleased < RELEASE_INTERVAL)) return;
+        release_at_once();
     }
     // The same at once, by all of Threads: after the last additions.
     __device__ __forceinline__ void finish() {
         if (!DETERMINISTIC) return;
         Threads::sync();
-        release();
+        release_at_once();
+    }
+
+private:
+    __device__ __forceinline__ void release_at_once() {
+        const bool has_added = AHEAD ? unreleased > 0 : semaphore != nullptr;
+        if (Threads::rank() == 0 && has_added) store_release(semaphore, next_rank);
+        if (AHEAD) unreleased = 0;
+        else semaphore = nullptr;
+    }
+    // tiles_after: of the head.
+    __device__ __forceinline__ void acquire(int* of_tile, int rank, int tiles_after) {
+        const int ahead = 31 - threadIdx.x % 32;
+        u32 acquired;
+        do {
+            const int seen = ahead <= tiles_after ? load_acquire(of_tile + ahead) : -1;
+            acquired = __ballot_sync(0xFFFFFFFFu, seen == rank);
+        } while (acquired == 0);
+        ready = 32 - __ffs(acquired);                       // by the first lane: the farthest ahead
     }
 };
 

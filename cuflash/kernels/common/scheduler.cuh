@@ -32,6 +32,12 @@ inline TileCoord tile_in_order(
     return {number % num_tiles, where.head, number / num_tiles};
 }
 
+// Whether a pair's section is not the last one.
+inline bool before_last_section(TileCoord tile, int num_heads, Schedule schedule) {
+    const int pair = tile.batch * num_heads + tile.head;
+    return pair / schedule.heads_per_section < schedule.last_section;
+}
+
 // Static scheduler of persistent blocks: block b takes the work items b, b + gridDim.x, and so on.
 // All blocks advance through the heads together, so few heads are processed at a time and their
 // keys stay in L2.

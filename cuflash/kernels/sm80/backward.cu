@@ -283,7 +283,7 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     // Main loop, one query tile per iteration. Its Q and dO are on their way to `stage`; the other
     // stage is free once all warps are past the first barrier.
     int stage = 0;
-    DqSemaphore<> dq_semaphore;
+    BackwardSemaphore dq_semaphore;
     bool lacks_nonfinite = false;                           // the same in all threads
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;

@@ -13,6 +13,9 @@
 constexpr int DQ_SLICE = QueryGrid::M_TILES * QueryGrid::N_TILES > 8 && QueryGrid::N_TILES % 4 == 0
                        ? QueryGrid::N_TILES / 2 : QueryGrid::N_TILES;
 
+using BackwardSemaphore =
+    DqSemaphore<WholeBlock, !(CAUSAL || WINDOW || SKIPS_TILES || PACKED)>;
+
 // D += A B over the queries or keys of a tile, for the warp's rows and columns of D. A is P^T or
 // dS^T and B is dO or Q; with QUERY_ROWS, A is dS and B is K. A's keys begin at column A_COLUMN of
 // its tile. A NaN or an infinity in B would spread, as 0 * NaN, to rows of D that do not see B's
@@ -48,7 +51,7 @@ __device__ __forceinline__ void add_dk(
 // dQ = dS K of query tile q_tile, added to its float sums, DQ_SLICE tiles of columns at a time.
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(
-    DqSemaphore<>& dq_semaphore, const BackwardArguments& arrays, const ScoreTile& score_tile,
+    BackwardSemaphore& dq_semaphore, const BackwardArguments& arrays, const ScoreTile& score_tile,
     TileCoord coord, int head, int q_tile, int num_q_tiles, u32 ds_smem, u32 k_smem,
     bool k_nonfinite) {
     const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
@@ -61,7 +64,9 @@ __device__ __forceinline__ void add_dq(
         gradient_gemm<true, BLOCK_K, MASKED, DS_COLUMN>(
             dq, ds_smem, k_smem, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
             k_nonfinite);
-        if (first == 0) dq_semaphore.wait(semaphore, score_tile.dq_rank(q_tile, coord.tile));
+        if (first == 0)
+            dq_semaphore.wait(
+                semaphore, score_tile.dq_rank(q_tile, coord.tile), q_tile, num_q_tiles);
         #pragma unroll
         for (int m = 0; m < QueryGrid::M_TILES; ++m)
             #pragma unroll

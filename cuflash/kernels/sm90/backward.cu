@@ -39,8 +39,7 @@
 // Grid: as many blocks as SMs, or as key tiles if those are fewer. scheduler.cuh numbers the tiles,
 // the first keys first: if CAUSAL, most queries see those, so the longest tiles start first.
 // DETERMINISTIC: key tiles add to dQ in the order of their indices. If CAUSAL, the last keys then
-// come first (LAST_KEYS_FIRST): they begin at query tiles that the other key tiles reach later, so
-// key tiles that start together seldom wait.
+// come first in all sections but the last (LAST_KEYS_FIRST).
 // Block: 1 + CONSUMERS warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the

@@ -10,7 +10,7 @@ constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
 constexpr bool MASKED = CAUSAL || WINDOW || PAIRWISE || PACKED;      // some pairs may be masked
 
 constexpr bool DETERMINISTIC = DQ_SEMAPHORES > 0;
-constexpr bool LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;
+constexpr bool LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;   // in all sections but the last
 
 // Whether a whole warp, not one thread, produces Q: it takes 32 lanes to search for tiles.
 constexpr bool WARP_PRODUCER = SKIPS_TILES || PACKED;

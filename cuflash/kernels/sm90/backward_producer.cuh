@@ -63,7 +63,7 @@ __device__ __forceinline__ void produce_queries(const Arguments& args, Shared& s
         WorkTile work = {-1, 0, 0};
         if (!ended && PACKED) work = packed;
         if (!ended && !PACKED) static_cast<TileCoord&>(work) = tile_at(args, num_k_tiles, index);
-        if (!ended && LAST_KEYS_FIRST) work.tile = num_k_tiles - 1 - work.tile;
+        if (!ended && LAST_KEYS_FIRST) order_keys(args, num_k_tiles, work);
         if (is_elected) publish_work_tile(shared, state, work);
         if (ended) return;
 

@@ -94,6 +94,16 @@ __device__ __forceinline__ void skip_empty_slots(
     }
 }
 
+// LAST_KEYS_FIRST: a key tile begins at query tiles that the other key tiles reach later, so those
+// that start together seldom wait for one another. But the longest come last. So in the last
+// section of heads (scheduler.cuh) the first keys come first. These all begin with their last query
+// tile, where each waits for those before it: few, as that section has many heads.
+__device__ __forceinline__ bool starts_with_last_keys(const Arguments& args, TileCoord work) {
+    if (!LAST_KEYS_FIRST) return false;
+    return before_last_section(
+        work, arrays_of(args).shape.num_heads_kv, arrays_of(args).schedule);
+}
+
 // The work tile of an index, not of packed sequences.
 template <class Arguments>
 __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_tiles, int index) {
@@ -104,6 +114,11 @@ __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_ti
     else
         return tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch,
                              args.arrays.schedule);
+}
+// If LAST_KEYS_FIRST; it counts keys from the last one where those come first.
+__device__ __forceinline__ void order_keys(
+    const Arguments& args, int num_k_tiles, TileCoord& work) {
+    if (starts_with_last_keys(args, work)) work.tile = num_k_tiles - 1 - work.tile;
 }
 
 // ---- Query tiles of a work tile ----
@@ -134,10 +149,12 @@ __device__ __forceinline__ PairMask pair_mask_of(const Arguments& args, TileCoor
     return pair_mask;
 }
 
-// Iterations of a work tile: the query tiles that see it, for each query head of the group. Where
-// tiles are skipped by a whole warp, and at least one query tile a head.
+// Iterations of a work tile: the query tiles that see it, for each query head of the group, in
+// ascending order or, LAST_KEYS_FIRST in the last section, descending. Where tiles are skipped by a
+// whole warp, and at least one query tile a head.
 struct QueryTileIterator {
-    int first, end, head, tile, remaining;                  // HEADS_INNERMOST: heads [first, end)
+    int first, end;             // [first, end); descending (end, first]; HEADS_INNERMOST: of heads
+    int head, tile, remaining;
     __device__ __forceinline__ QueryTileIterator(
         const Arguments& args, QueryTiles tiles, TileCoord work)
         : first(tiles.first), end(tiles.end), tile(tiles.first) {
@@ -145,6 +162,10 @@ struct QueryTileIterator {
         const int group_size = shape.num_heads_q / shape.num_heads_kv;
         head = work.head * group_size;
         remaining = group_size * (end - first);
+        if (LAST_KEYS_FIRST && !starts_with_last_keys(args, work)) {
+            tile = first = tiles.end - 1;
+            end = tiles.first - 1;
+        }
         if constexpr (HEADS_INNERMOST) {
             first = head;
             end = head + group_size;
@@ -169,8 +190,8 @@ struct QueryTileIterator {
         if constexpr (SKIPS_TILES)
             tile = pair_mask_of(args, work).query_tile_after(tile, work.tile, end);
         else
-            ++tile;
-        if (tile < end) return;
+            tile += LAST_KEYS_FIRST && end < first ? -1 : 1;
+        if (LAST_KEYS_FIRST ? tile != end : tile < end) return;
         tile = first;
         ++head;
     }
@@ -198,11 +219,12 @@ __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared
         if (work.tile < 0) break;
         __syncwarp();
         const auto sequence = sequence_of(work);
+        const bool last_keys_first = starts_with_last_keys(args, work);
         const int rank =
-            LAST_KEYS_FIRST ? num_key_tiles(args, BLOCK_K) - 1 - work.tile : work.tile;
+            last_keys_first ? num_key_tiles(args, BLOCK_K) - 1 - work.tile : work.tile;
         // The key tile of the rank before visits the query tiles [first_before, end_before).
         const int first_before =
-            LAST_KEYS_FIRST ? query_tiles(args, work.tile + 1, sequence).first : 0;
+            last_keys_first ? query_tiles(args, work.tile + 1, sequence).first : 0;
         constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
         const int end_before = BOUNDED ? query_tiles(args, work.tile - 1, sequence).end : 0;
         release_work_tile(shared, state, lane == 0);

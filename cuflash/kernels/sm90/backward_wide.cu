@@ -23,7 +23,7 @@
 // Grid: as sm90/backward.cu's. Block: 4 warpgroups.
 //
 // Constants: as sm90/backward.cu's, but HEAD_DIM up to 256 and BLOCK_K and BLOCK_Q 64; NUM_WARPS
-// and SCORE_WARPS_Q of dQ alone; DQ_SEMAPHORES 0 or 1; INTEGER_DQ.
+// and SCORE_WARPS_Q of dQ alone; DQ_SEMAPHORES 0, or DQ_PARTS if DETERMINISTIC; INTEGER_DQ.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // mbarriers: as in backward_shared.cuh. *_empty: an arrival of each warp of the role that reads
@@ -35,6 +35,7 @@
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_roles.cuh"
+#include "sm90/backward_dq_order.cuh"
 #include "common/dq_accum.cuh"
 #include "sm90/backward_integer_dq.cuh"
 
@@ -59,9 +60,9 @@ constexpr bool EARLY_BIASES = SCORE_REGISTERS > DQ_REGS + 2 * S_REGS + 64;
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V <= HEAD_DIM, "whole panels; registers");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
-static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == 1, "one warpgroup adds to dQ");
+static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == DQ_PARTS, "each part of dQ has its order");
 
-struct SharedPlan {
+struct SharedTiles {
     static constexpr int K_STAGES = 1;
     SmemTile<BLOCK_K, HEAD_DIM> k;
     SmemTile<BLOCK_K, HEAD_DIM_V> v;
@@ -76,6 +77,7 @@ struct SharedPlan {
     int has_boundary[BOUNDARY_FLAGS];
     __device__ __forceinline__ u32 k_tile(WorkState) { return shared_address(&k); }
 };
+struct SharedPlan : SharedTiles, DqOrder<DQ_SEMAPHORES> {};
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // ---- The score warpgroup: S, dP, P, dS, and dQ ----
@@ -218,10 +220,10 @@ struct Iterate {
             else if (is_first && is_last) wgmma_wait<2>();
             else wgmma_wait<1>();
             warpgroup_fence_operand(dq);
-            if (DETERMINISTIC && is_first) barrier_sync(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
+            shared.wait_acquired(part, stage);
             add_dq(args, sums, dq, part, lane_grid, lane);
+            shared.arrive_added(part, stage);
         }
-        if (DETERMINISTIC) barrier_arrive(DQ_ADDED, SEMAPHORE_THREADS);
         if (!last.value && !EARLY_BIASES) load_biases(pairs, args);
         if (!last.value) wgmma_wait<1>();                   // the next S
         warpgroup_fence_operand(s);
@@ -364,6 +366,7 @@ backward_sm90_wide(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) {
+        shared.init_dq_order();
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(shared_address(&shared.q_full[i]), 1);
             mbarrier_init(shared_address(&shared.q_empty[i]), ROLE_WARPS);
@@ -377,7 +380,7 @@ backward_sm90_wide(const __grid_constant__ Arguments args) {
         mbarrier_init(shared_address(&shared.kv_empty), ROLE_WARPS);
         for (int i = 0; i < WORK_STAGES; ++i) {
             mbarrier_init(shared_address(&shared.work_full[i]), 1);
-            // score and gradient warps, the K/V producer, the semaphore's warp
+            // score and gradient warps, the K/V producer, the semaphores' warps
             mbarrier_init(
                 shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1 + DQ_SEMAPHORES);
         }
@@ -393,7 +396,7 @@ backward_sm90_wide(const __grid_constant__ Arguments args) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
-        if (DETERMINISTIC && warp == 1) order_dq_additions(args, shared);
+        if (warp >= 1 && warp <= DQ_SEMAPHORES) shared.order_additions(args, shared, warp - 1);
     } else if (role == 1) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
         compute_scores(args, shared);

@@ -106,7 +106,7 @@ __device__ __forceinline__ void produce_second_queries(
         WorkTile work = {-1, 0, 0};
         const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
         if (!ended) work = tile_at(args, num_k_tiles, index);
-        if (!ended && LAST_KEYS_FIRST) work.tile = num_k_tiles - 1 - work.tile;
+        if (!ended && LAST_KEYS_FIRST) order_keys(args, num_k_tiles, work);
         publish_work_tile(shared, state, work);
         if (ended) return;
         QueryTileIterator it(args, query_tiles(args, work.tile, NoSequence{}), work);
