@@ -22,6 +22,7 @@ from cuflash.plans.plan import (
     default_plans,
     device_of_arch,
     family_of,
+    in_float32,
 )
 from cuflash.plans.record import must_not_spill
 from cuflash.request.problem import DType, Problem
@@ -339,7 +340,10 @@ def _abilities(index: int) -> str:
     for dtype in DTYPES:
         problem = Problem("forward", dtype, 1, 1, 1, 1, 1, 64, 64, 1.0)
         try:
-            words.append(f"{dtype} by {family_of(problem, device)}")
+            family = family_of(problem, device)
+            if in_float32(problem, device):
+                family = "fma, in float32"
+            words.append(f"{dtype} by {family}")
         except UnsupportedError:
             words.append(f"no {dtype}")
     return ", ".join(words)

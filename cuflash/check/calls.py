@@ -69,6 +69,11 @@ class Call:
         is_split = record is not None and record.multiplies == "mma_tf32"
         return "tf32x3" if is_split else self.dtype
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether float32 copies are computed with (launch/widened.py)."""
+        return self.family == "fma" and self.dtype in SIXTEEN_BITS
+
     def __str__(self) -> str:
         s = self.shape
         words = [

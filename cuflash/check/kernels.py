@@ -67,6 +67,8 @@ def planned(calls: Iterable[Call], device: Device) -> Planned:
     kernels: dict[KernelPlan, None] = {}
     missing: dict[tuple[str, str], str] = {}
     for call in calls:
+        if call.is_converted and device.multiplies(call.dtype):
+            continue  # no GPU with tensor cores for it lacks that
         key = (str(call.family), call.kind)
         plans, why = _plans(call, device)
         of_tiles = {x.family for x in plans if x.tile}

@@ -141,7 +141,8 @@ def _on_cpu(
     if length is not None:
         arrays["cache_seqlens"] = length
     if functions is not None:
-        read = {n: to_numpy(x) for n, x in functions.arrays.items()}
+        found = functions.readable_arrays()
+        read = {n: to_numpy(x) for n, x in found.items()}
         numbers |= functions.as_options(read)
     result = api_kvcache.forward_kvcache(**arrays, **numbers)
     if isinstance(result, tuple):

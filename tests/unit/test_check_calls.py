@@ -54,6 +54,13 @@ def test_a_family_that_a_gpu_lacks_is_named():
     assert found.missing == {("mma8_float64", "float64"): "runs by simt"}
 
 
+def test_a_gpu_that_multiplies_bfloat16_lacks_no_conversion():
+    wanted = [Call("forward", "bfloat16", Shape(1, 16, 16), family="fma")]
+    for arch, calls in (("sm_90a", []), ("sm_75", wanted)):
+        found = kernels.planned(wanted, device_of_arch(arch))
+        assert (found.calls, found.missing) == (calls, {})
+
+
 def test_each_option_is_checked():
     """But bounds of lengths, which change no result."""
     shape = Shape(1, 16, 16)
