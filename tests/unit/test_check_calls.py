@@ -56,9 +56,9 @@ def test_a_family_that_a_gpu_lacks_is_named():
 
 def test_a_gpu_that_multiplies_bfloat16_lacks_no_conversion():
     wanted = [Call("forward", "bfloat16", Shape(1, 16, 16), family="fma")]
-    for arch, calls in (("sm_90a", []), ("sm_75", wanted)):
+    for arch, left in (("sm_90a", []), ("sm_75", wanted)):
         found = kernels.planned(wanted, device_of_arch(arch))
-        assert (found.calls, found.missing) == (calls, {})
+        assert (found.calls, found.missing) == (left, {})
 
 
 def test_each_option_is_checked():
