@@ -340,7 +340,7 @@ def _abilities(index: int) -> str:
     for dtype in DTYPES:
         problem = Problem("forward", dtype, 1, 1, 1, 1, 1, 64, 64, 1.0)
         try:
-            family = family_of(problem, device)
+            family: str = family_of(problem, device)
             if in_float32(problem, device):
                 family = "fma, in float32"
             words.append(f"{dtype} by {family}")

@@ -72,7 +72,7 @@ class Call:
     @property
     def is_converted(self) -> bool:
         """Whether float32 copies are computed with (launch/widened.py)."""
-        return self.family == "fma" and self.dtype in SIXTEEN_BITS
+        return self.dtype in CONVERTED.get(self.family, ())
 
     def __str__(self) -> str:
         s = self.shape
@@ -88,10 +88,12 @@ class Call:
 
 
 SIXTEEN_BITS: tuple[DType, ...] = ("float16", "bfloat16")
+# Where tensor cores lack them, converted to float32.
+CONVERTED: dict[FamilyName | None, tuple[DType, ...]] = {"fma": ("bfloat16",)}
 # The dtypes of each family, if these are others.
 DTYPES: dict[FamilyName, tuple[DType, ...]] = {
     "decode_simt": ("float32", "float64", *SIXTEEN_BITS),
-    "fma": ("float32", "bfloat16"),  # sm_75 alone converts this
+    "fma": ("float32", *CONVERTED["fma"]),
     "mma8_float32": ("float32",),
     "mma8_float64": ("float64",),
     "simt": ("float32", "float64", *SIXTEEN_BITS),
