@@ -81,7 +81,8 @@ def weights(
     scale, causal, block_q, block_k, precision, **options
         As given to `attention`. `dropout` changes nothing.
     deterministic : bool, optional
-        Whether the gradient of `q` is summed in a fixed order.
+        Whether gradients of what `score_mod` reads are bitwise reproducible.
+        Those of `q` and `k` always are.
 
     Returns
     -------

@@ -69,8 +69,9 @@ def weights(
     scale, causal, block_q, block_k, precision, **options
         As given to `attention`. `dropout` changes nothing.
     deterministic : bool, optional
-        Whether the backward pass sums `dq` in a fixed order; so it does under
-        `torch.use_deterministic_algorithms`, too.
+        Whether gradients of what `score_mod` reads are bitwise reproducible;
+        so they are under `torch.use_deterministic_algorithms`, too. Those of
+        `q` and `k` always are.
 
     Returns
     -------
