@@ -21,6 +21,7 @@ from cuflash.launch.widened import in_float32
 from cuflash.request import options
 from cuflash.request.problem import Call
 from cuflash.request.readout import READOUT_GRADIENTS, READOUTS
+from cuflash.request.validate.derivatives import COTANGENTS, TANGENTS
 
 from .abstract import Abstract, abstract_all
 from .calls import Traced
@@ -107,6 +108,13 @@ _WIDE = (
     "q", "k", "v", "out", "dout", "q_dot", "k_dot", "v_dot", "ddq", "ddk",
     "ddv", "k_cache", "v_cache", "k_new", "v_new",
 )  # fmt: skip
+# What has the dtype of q, or may have it, with tangents and cotangents.
+_OF_DTYPE = {*_WIDE} | {
+    name
+    for row in options.TABLE
+    if row.array is not None and "q" in row.array.dtypes
+    for name in (row.name, TANGENTS[row.name], COTANGENTS[row.name])
+}
 
 
 def _readable(name: str, array: Any) -> Any:
@@ -142,7 +150,7 @@ def _call_buffers(
     checked = call.check(types)
     if _in_float32(checked, machine):  # results are converted by XLA, too
         given = {
-            name: x.astype(jnp.float32) if name in _WIDE else x
+            name: x.astype(jnp.float32) if name in _OF_DTYPE else x
             for name, x in given.items()
         }
         types = abstract_all(given)

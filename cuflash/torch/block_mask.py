@@ -7,6 +7,8 @@ the table says so.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -121,7 +123,8 @@ class BlockMask:
         `seq_lengths`; of blocks of which some pairs are visible how many each
         row of blocks has, and their columns first, `kv_num_blocks` and
         `kv_indices`; the same of blocks that are visible as a whole, then both
-        of columns of blocks; `BLOCK_SIZE`; `mask_mod`.
+        of columns of blocks; None for each order of dq that torch's has (four
+        in PyTorch 2.13); `BLOCK_SIZE`; `mask_mod`.
 
         Parameters
         ----------
@@ -141,7 +144,8 @@ class BlockMask:
         sizes: tuple[Any, ...] = self.BLOCK_SIZE
         if not flatten:
             lengths, sizes = (lengths,), (sizes,)
-        return *lengths, *lists, *sizes, self.mask_mod
+        orders = (None,) * _number_of_orders()
+        return *lengths, *lists, *orders, *sizes, self.mask_mod
 
     def __call__(self, *indices: Any) -> Any:
         """Call `mask_mod`."""
@@ -190,6 +194,15 @@ def _as_listed(
         if length % size:
             flags.narrow(2 + axis, -1, 1).clamp_(max=1)
     return flags
+
+
+@functools.cache
+def _number_of_orders() -> int:
+    """How many entries of torch's tuple say in what order dq is added."""
+    from torch.nn.attention.flex_attention import BlockMask as Theirs
+
+    names = inspect.signature(Theirs.__init__).parameters
+    return sum(x.startswith("dq_") for x in names)
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

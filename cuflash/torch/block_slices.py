@@ -9,11 +9,13 @@ import torch
 
 from cuflash.errors import DTypeError, ShapeError, ValueRangeError, in_words
 
+from .placed import placeable
+
 _AXES = "batch", "heads", "blocks of queries"
 
 
 class Chosen(NamedTuple):
-    """Which indices of an axis a slice leaves.
+    """Which indices of an axis a slice leaves; calls on any device read them.
 
     Attributes
     ----------
@@ -73,8 +75,9 @@ def chosen(index: Any, axis: int, size: int, block: int = 1) -> Chosen | None:
         if len(taken) == size and taken.step == 1:
             return None
         if taken.step == 1 or len(taken) == 1:
-            return Chosen(len(taken), torch.tensor(taken[0] * block), None)
-        return Chosen(len(taken), None, torch.tensor(taken))
+            start = placeable(torch.tensor(taken[0] * block))
+            return Chosen(len(taken), start, None)
+        return Chosen(len(taken), None, placeable(torch.tensor(taken)))
     table = index if isinstance(index, torch.Tensor) else _as_table(index)
     if table.dtype is torch.bool:
         table = table.nonzero().flatten()
@@ -92,9 +95,8 @@ def chosen(index: Any, axis: int, size: int, block: int = 1) -> Chosen | None:
     if not table.is_cuda:
         least, most = int(table.min()), int(table.max())
         _check_range(least, most, axis, size)
-    return Chosen(
-        len(table), None, torch.where(table < 0, table + size, table)
-    )
+    table = torch.where(table < 0, table + size, table)
+    return Chosen(len(table), None, placeable(table))
 
 
 def _as_table(index: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ from cuflash.request.kept import Kept
 
 from .checks import check_tensors
 from .function_keys import Key, key_of
+from .placed import is_placeable, placed
 from .recording import Graphs, moved_of, reads_batch, recorded
 from .tracing import PLAIN
 
@@ -291,6 +292,8 @@ def _kept_of(
 
 def readable(name: str, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """A tensor from outside of a function, as the call reads it."""
+    if x.device != q.device and is_placeable(x):
+        x = placed(x, q.device)
     if x.ndim == 0:
         x = x.reshape(1)
         return x if x.device == q.device else x.to(q.device)

@@ -71,7 +71,10 @@ def test_a_call_and_its_derivatives(case):
 
 
 def test_copies_in_float32():
-    """On sm_75 XLA converts bfloat16, which no tensor core multiplies."""
-    case = Case("bfloat16", **SIZES)
+    """On sm_75 XLA converts bfloat16, which no tensor core multiplies.
+
+    A bias of that dtype, too.
+    """
+    case = Case("bfloat16", **SIZES, arrays_of=("bias",))
     entries = check_call_and_derivatives(case, "sm_75")
     assert {"forward_fma", "backward_fma"} <= entries

@@ -7,7 +7,11 @@ torch = pytest.importorskip("torch", reason="tests of cuflash.torch")
 from torch.nn.attention import flex_attention as theirs  # noqa: E402
 
 import cuflash  # noqa: E402
-from cuflash.torch import create_block_mask, flex_attention  # noqa: E402
+from cuflash.torch import (  # noqa: E402
+    create_block_mask,
+    flex_attention,
+    functions,
+)
 from helpers.compare import assert_arrays_equal  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -93,6 +97,21 @@ def test_what_programs_for_torch_assign_to_a_slice():
     )
 
 
+def test_what_was_chosen_goes_to_the_device_once():
+    """As on a GPU: a device that is not the CPU."""
+    mask = create_block_mask(lambda b, h, i, j: i + h >= b, *SIZES)
+    q = torch.empty(3, 4, 40, 8, device="meta")
+    for part in mask[1, ::2], mask[[0, 2], 3], mask[:, torch.tensor([1, -1])]:
+        first, second = (
+            functions.taken({"mask_mod": part}, {}, q).readable_arrays()
+            for _ in range(2)
+        )
+        assert first and {x.device for x in first.values()} == {q.device}
+        for name, x in first.items():  # a number is read as an array
+            y = second[name]
+            assert y is x or y._base is x._base is not None
+
+
 @pytest.mark.parametrize("sizes", [SIZES, (3, 4, 48, 48)])
 def test_lists_are_those_of_torch(sizes):
     ours, other = made(sizes=sizes), made(theirs.create_block_mask, sizes)
@@ -105,10 +124,11 @@ def test_lists_are_those_of_torch(sizes):
     ]  # fmt: skip
     for name, x in zip(names, found[2:10], strict=True):
         assert_arrays_equal(x, getattr(other, name), name)
-    assert found[:2] == other.seq_lengths
-    assert found[10:] == (16, 16, mod)
-    nested = ours.as_tuple(flatten=False)
-    assert nested[0] == other.seq_lengths and nested[-2] == (16, 16)
+    for flatten in True, False:  # what follows the lists, too
+        got, want = ours.as_tuple(flatten), other.as_tuple(flatten)
+        ends = slice(9 + flatten, None)
+        assert got[: 1 + flatten] == want[: 1 + flatten]
+        assert got[ends] == want[ends]
 
 
 @pytest.mark.parametrize(
