@@ -14,6 +14,9 @@ from cuflash.errors import GroupError
 _FRAME = struct.Struct("<BQI")  # a message's kind, number and length
 _RANK = struct.Struct("<I")
 
+# `gather` sends so much at once: a few fit into the buffers of a socket.
+_PIECE = 2**14
+
 
 class Mesh:
     """Connections of a rank with all others.
@@ -159,13 +162,26 @@ class Mesh:
         return None
 
     def gather(self, kind: int, data: bytes) -> list[bytes]:
-        """Bytes of each rank."""
+        """Bytes of each rank.
+
+        They travel in pieces, and ranks receive between: two that only sent
+        would wait for each other once the sockets are full. A piece that is
+        short, or empty, is the last.
+        """
         others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in others:
-            self.send(rank, kind, data)
-        found = {rank: self.receive(rank, kind) for rank in others}
-        found[self.rank] = data
-        return [found[rank] for rank in range(self.size)]
+        found = {rank: bytearray() for rank in others}
+        awaited, start = others, 0
+        while awaited or start <= len(data):
+            if start <= len(data):
+                for rank in others:
+                    self.send(rank, kind, data[start : start + _PIECE])
+            start += _PIECE
+            pieces = {rank: self.receive(rank, kind) for rank in awaited}
+            for rank, piece in pieces.items():
+                found[rank] += piece
+            awaited = [x for x in awaited if len(pieces[x]) == _PIECE]
+        found[self.rank] = bytearray(data)
+        return [bytes(found[rank]) for rank in range(self.size)]
 
     def close(self) -> None:
         """End all connections."""

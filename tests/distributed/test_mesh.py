@@ -4,7 +4,7 @@ import pytest
 
 import cuflash
 from cuflash import distributed
-from cuflash.distributed.mesh import Mesh
+from cuflash.distributed.mesh import _PIECE, Mesh
 
 
 def run(function, folder, size=2, timeout=20.0):
@@ -35,6 +35,18 @@ def test_kinds_and_numbers_have_an_order_each(tmp_path):
 def test_bytes_of_all(tmp_path):
     found = run(lambda x: x.gather(0, b"%d" % x.rank), tmp_path / "new", 4)
     assert found == [[b"0", b"1", b"2", b"3"]] * 4
+
+
+@pytest.mark.parametrize("size", [_PIECE - 1, _PIECE, 2**20])
+def test_more_bytes_than_sockets_hold(tmp_path, size):
+    """Of one rank fewer; nothing is left for the next call."""
+
+    def of_rank(mesh):
+        data = b"%d" % mesh.rank * (size if mesh.rank else 1)
+        return mesh.gather(0, data), mesh.gather(0, b"end")
+
+    found = run(of_rank, tmp_path / "new", 3, timeout=5.0)
+    assert found == [([b"0", b"1" * size, b"2" * size], [b"end"] * 3)] * 3
 
 
 def test_a_rank_that_leaves(tmp_path):
