@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from cuflash.errors import GroupError, UnsupportedError, ValueRangeError
 
+from . import mesh
 from .group import DEFAULT_TIMEOUT, Group
 from .mpi import MpiGroup
 from .nccl import NcclGroup, unique_id
@@ -143,14 +144,18 @@ def group_from_environment(
         and own.is_one_machine
         and sys.platform != "win32"
     ):
-        try:
-            with _shared(own, timeout, _new_folder) as folder:
-                return PeerGroup(
-                    own.rank, own.size, os.fsdecode(folder), timeout=timeout
-                )
-        except UnsupportedError:  # on all ranks
-            if transport == "peer":
-                raise
+        with _shared(own, timeout, _new_folder) as folder:
+            try:
+                return _of_peers(own, folder, timeout)
+            except UnsupportedError:  # on all ranks
+                if transport == "peer":
+                    raise
+            # Here, as others may have yet to read what rank 0 made.
+            return _of_nccl(own, timeout, library)
+    return _of_nccl(own, timeout, library)
+
+
+def _of_nccl(own: Process, timeout: float, library: str | None) -> NcclGroup:
     find_library(library)  # a rank without NCCL would wait for rank 0's id
     with _shared(own, timeout, lambda: unique_id(library)) as made:
         return NcclGroup(
@@ -158,8 +163,25 @@ def group_from_environment(
         )
 
 
+def _of_peers(own: Process, folder: bytes, timeout: float) -> PeerGroup:
+    if not folder:
+        raise UnsupportedError(
+            "no temporary folder can hold sockets, expected one with a short "
+            "name on a local disk: set TMPDIR, or use NCCL"
+        )
+    return PeerGroup(own.rank, own.size, os.fsdecode(folder), timeout=timeout)
+
+
 def _new_folder() -> bytes:
-    return os.fsencode(tempfile.mkdtemp(prefix="cuflash_"))
+    """A new folder for a `PeerGroup`, empty if none would do."""
+    for parent in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
+        with contextlib.suppress(OSError):
+            folder = tempfile.mkdtemp(prefix="cuflash_", dir=parent)
+            # On Windows, PeerGroup says what is missing.
+            if sys.platform == "win32" or mesh.can_listen(Path(folder)):
+                return os.fsencode(folder)
+            os.rmdir(folder)
+    return b""
 
 
 def count_devices() -> int:

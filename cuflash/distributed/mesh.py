@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import socket
 import struct
@@ -9,10 +11,27 @@ import time
 from collections import defaultdict, deque
 from pathlib import Path
 
-from cuflash.errors import GroupError
+from cuflash.errors import GroupError, UnsupportedError
 
 _FRAME = struct.Struct("<BQI")  # a message's kind, number and length
 _RANK = struct.Struct("<I")
+
+# `gather` sends so much at once: a few fit into the buffers of a socket.
+_PIECE = 2**14
+
+# What `bind` says to each rank alike: no sockets, or none in this folder.
+# ENOENT: another rank has found that, and has removed the folder.
+_NO_SOCKETS = {
+    errno.EACCES,
+    errno.EAFNOSUPPORT,
+    errno.EINVAL,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EROFS,
+}
 
 
 class Mesh:
@@ -26,7 +45,8 @@ class Mesh:
     rank, size : int
     folder : Path
         The same on all ranks, and no other group's; made if it is missing.
-        Nobody else can write in it, and it is removed when all have joined.
+        Nobody else can write in it, and it is removed when all have joined,
+        or when they cannot.
     timeout : float
         Seconds that a rank waits for another.
 
@@ -34,6 +54,8 @@ class Mesh:
     ------
     GroupError
         If the other ranks do not join in time.
+    UnsupportedError
+        On all ranks, if the folder cannot hold sockets.
     """
 
     def __init__(
@@ -45,12 +67,9 @@ class Mesh:
         self._arrived: dict[tuple[int, int, int], deque[bytes]] = defaultdict(
             deque
         )
-        _make_private(folder)
         own = folder / str(rank)
         deadline = time.monotonic() + timeout
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(own))
-            listener.listen(size)
+        with _listener(folder, rank, size) as listener:
             try:
                 for other in range(rank):
                     self._call(other, folder / str(other), deadline)
@@ -61,10 +80,7 @@ class Mesh:
                 raise
             finally:
                 own.unlink(missing_ok=True)
-        try:
-            folder.rmdir()
-        except OSError:  # another rank has yet to join, or has removed it
-            pass
+                _remove(folder)
 
     def _call(self, other: int, path: Path, deadline: float) -> None:
         """Connect with a rank that listens, or soon will."""
@@ -159,13 +175,26 @@ class Mesh:
         return None
 
     def gather(self, kind: int, data: bytes) -> list[bytes]:
-        """Bytes of each rank."""
+        """Bytes of each rank.
+
+        They travel in pieces, and ranks receive between: two that only sent
+        would wait for each other once the sockets are full. A piece that is
+        short, or empty, is the last.
+        """
         others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in others:
-            self.send(rank, kind, data)
-        found = {rank: self.receive(rank, kind) for rank in others}
-        found[self.rank] = data
-        return [found[rank] for rank in range(self.size)]
+        found = {rank: bytearray() for rank in others}
+        awaited, start = others, 0
+        while awaited or start <= len(data):
+            if start <= len(data):
+                for rank in others:
+                    self.send(rank, kind, data[start : start + _PIECE])
+            start += _PIECE
+            pieces = {rank: self.receive(rank, kind) for rank in awaited}
+            for rank, piece in pieces.items():
+                found[rank] += piece
+            awaited = [x for x in awaited if len(pieces[x]) == _PIECE]
+        found[self.rank] = bytearray(data)
+        return [bytes(found[rank]) for rank in range(self.size)]
 
     def close(self) -> None:
         """End all connections."""
@@ -186,6 +215,48 @@ def _exactly(link: socket.socket, count: int) -> bytes:
             raise ConnectionError("the connection was ended")
         data += more
     return data
+
+
+def can_listen(folder: Path) -> bool:
+    """Whether an empty folder can hold the sockets of any group."""
+    last = 99_999
+    try:
+        _listener(folder, last, last + 1).close()
+    except (GroupError, UnsupportedError):
+        return False
+    (folder / str(last)).unlink()
+    return True
+
+
+def _listener(folder: Path, rank: int, size: int) -> socket.socket:
+    """A socket that others find in a folder, which is made."""
+    # All ranks or none: the last one's name is the longest.
+    longest = len(os.fsencode(folder / str(size - 1)))
+    if longest > 103:  # what macOS allows; Linux, 107
+        raise UnsupportedError(
+            f"{folder} has too long a name to hold sockets: "
+            f"{longest} bytes with a rank's, expected at most 103"
+        )
+    with contextlib.ExitStack() as closing:
+        try:
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            closing.callback(made.close)
+            _make_private(folder)
+            made.bind(str(folder / str(rank)))
+            made.listen(size)
+        except OSError as error:
+            _remove(folder)
+            alike = error.errno in _NO_SOCKETS
+            kind = UnsupportedError if alike else GroupError
+            raise kind(f"{folder} cannot hold sockets: {error}") from error
+        closing.pop_all()
+    return made
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder unless another rank uses it, or has removed it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _make_private(folder: Path) -> None:

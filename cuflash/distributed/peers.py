@@ -55,7 +55,8 @@ class PeerGroup(Group):
     GroupError
         If the other ranks do not join in time.
     UnsupportedError
-        On all ranks, if a GPU cannot read the memory of another; on Windows.
+        On all ranks, if a GPU cannot read the memory of another, or if the
+        folder cannot hold sockets; on Windows.
     """
 
     checks_each_call = False
@@ -105,20 +106,27 @@ class PeerGroup(Group):
 
     def _meet(self) -> None:
         """Open an event and a block of each other rank."""
-        block = self._blocks.take(1)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in others:
-            self._done[rank], handle = self._events.take()
-            self._mesh.send(rank, _BYTES, handle + block.handle)
-        told = {rank: self._mesh.receive(rank, _BYTES) for rank in others}
+        handles = dict.fromkeys(others, b"")  # so, if this rank has none
         failed = b""
         try:
-            for rank, handles in told.items():
-                event, memory = handles[:HANDLE_BYTES], handles[HANDLE_BYTES:]
-                self._readers[rank] = self._opened.event(event)
-                self._opened.memory(memory)
+            block = self._blocks.take(1)
+            for rank in others:
+                self._done[rank], event = self._events.take()
+                handles[rank] = event + block.handle
         except Exception as error:  # CuPy's own class
             failed = f"rank {self.rank}: {error}".encode()
+        for rank in others:
+            self._mesh.send(rank, _BYTES, handles[rank])
+        told = {rank: self._mesh.receive(rank, _BYTES) for rank in others}
+        try:
+            for rank, both in told.items():
+                if both:
+                    event, memory = both[:HANDLE_BYTES], both[HANDLE_BYTES:]
+                    self._readers[rank] = self._opened.event(event)
+                    self._opened.memory(memory)
+        except Exception as error:
+            failed = failed or f"rank {self.rank}: {error}".encode()
         failures = [x for x in self._mesh.gather(_BYTES, failed) if x]
         if failures:
             raise UnsupportedError(

@@ -1,6 +1,5 @@
 """Groups of the processes that a launcher started."""
 
-import contextlib
 import os
 import sys
 import threading
@@ -95,8 +94,13 @@ def test_no_id_in_time(no_launcher):
 
 
 @pytest.mark.parametrize("transport", [None, "peer"])
-def test_gpus_that_cannot_read_each_other(monkeypatch, transport):
-    """Then NCCL takes their place, unless peers were asked for."""
+def test_gpus_that_cannot_read_each_other(
+    no_launcher, tmp_path, monkeypatch, transport
+):
+    """Then NCCL takes their place, unless peers were asked for.
+
+    Another rank may have read neither the folder's name nor NCCL's id.
+    """
 
     def refuse(*given, **options):
         raise cuflash.UnsupportedError("cannot read")
@@ -109,12 +113,36 @@ def test_gpus_that_cannot_read_each_other(monkeypatch, transport):
         "count_devices": lambda: 1,
         "PeerGroup": refuse,
         "find_library": lambda name: None,
-        "_shared": lambda *given: contextlib.nullcontext(b"id"),
-        "NcclGroup": lambda *given, **options: "by NCCL",
+        "_new_folder": lambda: b"folder",
+        "unique_id": lambda library: b"id",
+        "NcclGroup": lambda *given, **options: sorted(
+            x.read_bytes() for x in tmp_path.iterdir()
+        ),
     }.items():
         monkeypatch.setattr(environment, name, value)
     if transport == "peer":
         with pytest.raises(cuflash.UnsupportedError, match="cannot read"):
             distributed.group_from_environment(transport=transport)
     else:
-        assert distributed.group_from_environment() == "by NCCL"
+        assert distributed.group_from_environment() == [b"folder", b"id"]
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("works", ["/tmp", None])
+def test_a_temporary_folder_without_sockets(no_launcher, monkeypatch, works):
+    """Another takes its place; if none does, peers are refused, not late."""
+    folders = []
+
+    def can_listen(folder):
+        folders.append(folder)
+        return str(folder.parent) == works
+
+    monkeypatch.setattr(environment.mesh, "can_listen", can_listen)
+    made = environment._new_folder()
+    assert made == (os.fsencode(folders[-1]) if works else b"")
+    assert [x for x in folders if x.exists()] == folders[-1:] * bool(works)
+    if works:
+        folders[-1].rmdir()
+    else:
+        with pytest.raises(cuflash.UnsupportedError, match="no temporary fol"):
+            environment._of_peers(environment.Process(0, 2, 0, True), made, 1)

@@ -1,10 +1,13 @@
 """Messages between processes: order, ranks that leave or do not come."""
 
+import errno
+import socket
+
 import pytest
 
 import cuflash
 from cuflash import distributed
-from cuflash.distributed.mesh import Mesh
+from cuflash.distributed.mesh import _PIECE, Mesh, can_listen
 
 
 def run(function, folder, size=2, timeout=20.0):
@@ -37,6 +40,18 @@ def test_bytes_of_all(tmp_path):
     assert found == [[b"0", b"1", b"2", b"3"]] * 4
 
 
+@pytest.mark.parametrize("size", [_PIECE - 1, _PIECE, 2**20])
+def test_more_bytes_than_sockets_hold(tmp_path, size):
+    """Of one rank fewer; nothing is left for the next call."""
+
+    def of_rank(mesh):
+        data = b"%d" % mesh.rank * (size if mesh.rank else 1)
+        return mesh.gather(0, data), mesh.gather(0, b"end")
+
+    found = run(of_rank, tmp_path / "new", 3, timeout=5.0)
+    assert found == [([b"0", b"1" * size, b"2" * size], [b"end"] * 3)] * 3
+
+
 def test_a_rank_that_leaves(tmp_path):
     with pytest.raises(cuflash.GroupError, match="rank 1, which has left"):
         run(lambda x: x.rank or x.receive(1, 0), tmp_path / "new")
@@ -56,6 +71,44 @@ def test_a_rank_that_is_silent(tmp_path):
 def test_a_rank_that_does_not_join(tmp_path, rank):
     with pytest.raises(cuflash.GroupError, match=f"for rank {1 - rank} to"):
         Mesh(rank, 2, tmp_path / "new", 0.1)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 10])
+def test_a_folder_with_a_long_name(tmp_path, rank):
+    """Too long for the last rank, and so for all; not for one rank fewer."""
+    folder = tmp_path / ("x" * (100 - len(bytes(tmp_path))))
+    with pytest.raises(cuflash.UnsupportedError, match="expected at most 103"):
+        Mesh(rank, 11, folder, 0.1)
+    with pytest.raises(cuflash.GroupError, match="to join the group"):
+        Mesh(rank and 9, 10, folder, 0.1)
+    assert not folder.exists()
+
+
+def test_whether_a_folder_can_hold_sockets(tmp_path):
+    """It is as it was, for the group."""
+    good, long = tmp_path / "good", tmp_path / ("x" * 100)
+    for folder in (good, long):
+        folder.mkdir(mode=0o700)
+        assert can_listen(folder) == (folder == good)
+        assert not any(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (errno.EPERM, cuflash.UnsupportedError),
+        (errno.EADDRINUSE, cuflash.GroupError),  # not so on all ranks
+    ],
+)
+def test_a_folder_without_sockets(tmp_path, monkeypatch, number, error):
+    def bind(self, name):
+        raise OSError(number, "no such socket")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(error, match="cannot hold sockets: .* no such"):
+        Mesh(0, 2, tmp_path / "new", 0.1)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_of_others(tmp_path):

@@ -1,5 +1,7 @@
 """PeerGroup with a stand-in for CuPy: threads are its processes."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -126,14 +128,30 @@ def test_arrays_that_differ(on_ranks):
     on_ranks(of_rank)
 
 
-def test_a_device_that_cannot_read_another(on_ranks):
-    """All ranks raise."""
+@pytest.mark.parametrize("ranks", [{0, 1}, {1}])
+@pytest.mark.parametrize("of", ["OpenMem", "GetMem", "GetEvent"])
+def test_a_device_that_cannot_read_another(on_ranks, monkeypatch, of, ranks):
+    """All ranks raise, also if one alone cannot share its memory."""
+    name, ids, raised = f"ipc{of}Handle", {}, []
+    works = getattr(peer_device.cupy().cuda.runtime, name)
+    meets = distributed.PeerGroup._meet
 
-    def refuse(handle):
-        raise RuntimeError("peer access is not supported")
+    def refuse(given):
+        if ids[threading.get_ident()] in ranks:
+            raise RuntimeError("no peer access")
+        return works(given)
 
-    with pytest.raises(cuflash.UnsupportedError, match="rank 0: peer access"):
-        on_ranks(lambda group: None, ipcOpenMemHandle=refuse)
+    def meet(group):
+        ids[threading.get_ident()] = group.rank
+        with pytest.raises(cuflash.UnsupportedError, match="no peer access"):
+            meets(group)
+        raised.append(group.rank)
+        raise cuflash.UnsupportedError("as it should")
+
+    monkeypatch.setattr(distributed.PeerGroup, "_meet", meet)
+    with pytest.raises(cuflash.UnsupportedError, match="as it should"):
+        on_ranks(lambda group: None, **{name: refuse})
+    assert sorted(raised) == [0, 1]
 
 
 def test_other_arrays(on_ranks):
