@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,13 @@ def tuned(
     tiles_per_sm: float,
     gpu: str | None = None,
     bandwidth: int | None = None,
+    has: Sequence[str] = (),
 ) -> tuple[Tile, ...]:
     """The tiles of a family's entries, the nearest entry's tile first.
 
     The distance of an entry adds up differences in architecture, GPU, dtype,
-    head_dim, causal, option, length and tiles per SM. At equal distance,
+    head_dim, causal, option, length and tiles per SM. Entries that reach no
+    such call (`tiles.Entry`: needs, reach) are left out. At equal distance,
     entries measured on this machine come first, then those that a table
     lists first.
 
@@ -67,10 +70,13 @@ def tuned(
     causal : bool
     option, seqlen, tiles_per_sm, gpu, bandwidth
         As in `tiles.Entry`.
+    has : sequence of str
+        The call's options.
     """
     return _tuned(
         folders.tile_tables(), capability, gpu, bandwidth, family, direction,
-        dtype, head_dim, causal, option, _quarters(seqlen),
+        tuple(x for x in tiles.NEEDS if x in has), dtype, head_dim, causal,
+        option, _quarters(seqlen),
         _quarters(min(tiles_per_sm, _MANY_TILES_PER_SM)),
     )  # fmt: skip
 
@@ -83,7 +89,7 @@ def _quarters(number: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def _tuned(
     folder: Path, capability: int, gpu: str | None, bandwidth: int | None,
-    family: str, direction: str, *call: Any,
+    family: str, direction: str, has: tuple[str, ...], *call: Any,
 ) -> tuple[Tile, ...]:  # fmt: skip
     far = [
         (
@@ -102,6 +108,8 @@ def _tuned(
         if (entry.family, entry.direction) == (family, direction)
         # Without cp.async tiles have no stages: they tell nothing of others.
         and (entry.arch >= OLDEST_WITH_CP_ASYNC or entry.arch == capability)
+        and (entry.needs is None or entry.needs in has)
+        and _reaches(entry, capability, *call)
     ]
     far.sort(key=lambda pair: pair[0])  # stable: this machine's first
     return tuple(dict.fromkeys(tile for _, tile in far))
@@ -128,6 +136,33 @@ def _gpu_distance(
     return _OTHER_GPU + abs(math.log2(entry.bandwidth / bandwidth))
 
 
+def _reaches(
+    entry: Entry, capability: int, dtype: str, head_dim: int, causal: bool,
+    option: str | None, length: float, load: float,
+) -> bool:  # fmt: skip
+    if entry.reach is None:
+        return True
+    return (
+        (entry.arch, entry.head_dim) == (capability, head_dim)
+        and entry.option == option
+        and entry.causal in (None, causal)
+        and (not entry.dtype or _WIDTHS.get(entry.dtype) == _WIDTHS[dtype])
+        and all(x is None or x <= entry.reach
+                for x in _apart(entry, length, load))
+    )  # fmt: skip
+
+
+def _apart(entry: Entry, length: float, load: float) -> list[float | None]:
+    """Octaves of length and of load to a call; None: of an entry for any."""
+    return [
+        None if own is None else abs(math.log2(min(own, most)) - its)
+        for own, its, most in (
+            (entry.seqlen, length, math.inf),
+            (entry.tiles_per_sm, load, _MANY_TILES_PER_SM),
+        )
+    ]
+
+
 def _distance(
     entry: Entry, dtype: str, head_dim: int, causal: bool,
     option: str | None, length: float, load: float,
@@ -149,11 +184,6 @@ def _distance(
         distance += _OTHER_MASK
     if entry.option != option:
         distance += _OTHER_OPTION
-    if entry.seqlen is None:
-        distance += _ANY_LENGTH
-    else:
-        distance += abs(math.log2(entry.seqlen) - length)
-    if entry.tiles_per_sm is None:
-        return distance + _ANY_LOAD
-    tiles_per_sm = min(entry.tiles_per_sm, _MANY_TILES_PER_SM)
-    return distance + abs(math.log2(tiles_per_sm) - load)
+    longer, fuller = _apart(entry, length, load)
+    distance += _ANY_LENGTH if longer is None else longer
+    return distance + (_ANY_LOAD if fuller is None else fuller)

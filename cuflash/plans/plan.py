@@ -153,6 +153,7 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         load,
         device.name,
         device.bandwidth,
+        problem.options,
     )
     if problem.tangents is not None:
         nearest = _several_directions_first(nearest)

@@ -395,6 +395,13 @@ class Entry:
     tiles_per_sm : float or None
         Tiles of `ROWS_OF_A_TILE` rows (nearest_tiles.py) per SM; None: any
         number.
+    needs : str or None
+        One of `NEEDS`: calls without it do not take the tile; None: all may.
+    reach : float or None
+        Octaves of length and of tiles per SM, of calls alike in all else,
+        beyond which no call takes the tile; None: any call to which the entry
+        is the nearest. For tiles that gain by one kind of grid, and were
+        timed on no other.
     gpu : str or None
         The GPU for which the tile is the best known; None: any.
     bandwidth : int or None
@@ -413,6 +420,8 @@ class Entry:
     option: str | None = None
     seqlen: int | None = None
     tiles_per_sm: float | None = None
+    needs: str | None = None
+    reach: float | None = None
     gpu: str | None = None
     bandwidth: int | None = None
     measured: Mapping[str, Any] | None = None
@@ -421,6 +430,9 @@ class Entry:
 # Options that change which key tiles a block visits: with a window a few, the
 # first and last partly masked; with segment ids any tile may be partly masked.
 OPTIONS = ("window", "segment_ids")
+# Options with which a tile was timed, but not without. They change no visits,
+# so calls with them take the tiles of entries that need none as well.
+NEEDS = ("bias",)
 
 # The types of an entry's fields, except for the tile; the tile's fields.
 _KINDS = {
@@ -432,6 +444,8 @@ _KINDS = {
     "option": (str, type(None)),
     "seqlen": (int, type(None)),
     "tiles_per_sm": (float, int, type(None)),
+    "needs": (str, type(None)),
+    "reach": (float, int, type(None)),
     "gpu": (str, type(None)),
     "bandwidth": (int, type(None)),
     "measured": (dict, type(None)),
@@ -495,11 +509,13 @@ def _entry(arch: int, found: dict[str, Any]) -> Entry:
     for name, kinds in _KINDS.items():
         if name in values and type(values[name]) not in kinds:
             raise ValueRangeError(f"{name} is {values[name]!r}")
-    for name in ("head_dim", "seqlen", "tiles_per_sm", "bandwidth"):
+    for name in ("head_dim", "seqlen", "tiles_per_sm", "reach", "bandwidth"):
         if not (values.get(name) is None or 0 < values[name] < math.inf):
             raise ValueRangeError(f"{name} is {values[name]!r}")
     if values.get("option") not in (None, *OPTIONS):
         raise ValueRangeError(f"option is {values['option']!r}")
+    if values.get("needs") not in (None, *NEEDS):
+        raise ValueRangeError(f"needs is {values['needs']!r}")
     if values.get("bandwidth") and not values.get("gpu"):
         raise ValueRangeError("bandwidth is of no gpu")
     sizes = values.pop("tile")

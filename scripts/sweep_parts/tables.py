@@ -144,7 +144,7 @@ def _line(entry: Entry) -> dict[str, Any]:
 
 
 _FIELDS = ("family", "direction", "head_dim", "dtype", "causal", "option",
-           "seqlen", "tiles_per_sm")  # fmt: skip
+           "seqlen", "tiles_per_sm", "needs", "reach")  # fmt: skip
 _ORDER = (*_FIELDS, *tiles.GPU_FIELDS, "tile", "measured")
 
 

@@ -178,3 +178,65 @@ def test_a_tile_that_does_not_fit_is_passed_over(tmp_path, monkeypatch):
     write_table(tmp_path, "sm_80", found)
     problem = small_problem("forward", "float16", 256, scale=0.3)
     assert plan(problem, device_of_arch("sm_80")).tile.block_k < 128
+
+
+NARROW = {"seqlen": 512, "tiles_per_sm": 0.5, "reach": 0.5,
+          "causal": True, "dtype": "float16"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "block_k"),
+    [
+        ({}, 16),
+        ({"seqlen": 724, "tiles_per_sm": 0.7}, 16),
+        ({"dtype": "bfloat16"}, 16),
+        ({"seqlen": 1024}, 128),
+        ({"tiles_per_sm": 1.0}, 128),
+        ({"capability": 86}, 128),
+        ({"dtype": "float32"}, 128),
+        ({"head_dim": 32}, 128),
+        ({"causal": False}, 128),
+        ({"option": "window"}, 128),
+        ({"has": ("sink",)}, 128),
+    ],
+)
+def test_an_entry_acts_for_what_it_needs_as_far_as_it_reaches(
+    tmp_path, monkeypatch, asked, block_k
+):
+    """Even where the other entry is farther."""
+    monkeypatch.setattr(tiles, "TABLES", tmp_path / "none")
+    found = [
+        entry(tile=BY_BLOCK_K[16], needs="bias", **NARROW),
+        entry(tile=BY_BLOCK_K[128], head_dim=256, option="segment_ids"),
+    ]
+    call = {"seqlen": 512, "tiles_per_sm": 0.5, "has": ("bias", "sink")}
+    chosen = tuned(tmp_path, monkeypatch, *found, **{**call, **asked})
+    assert chosen.block_k == block_k
+
+
+@pytest.mark.parametrize(
+    ("direction", "dtype", "tokens", "asked", "expected"),
+    [
+        ("forward", "bfloat16", 512, {"bias": "float32"}, (64, 128)),
+        ("forward", "bfloat16", 512, {}, (192, 128)),
+        ("forward", "bfloat16", 1024,
+         {"causal": True, "num_heads_q": 4, "num_heads_kv": 4}, (192, 128)),
+        ("forward", "float32", 1024, {"bias": "float32"}, (64, 64)),
+        ("forward", "float32", 1024, {}, (128, 64)),
+        ("backward", "bfloat16", 512, {}, (64, 64)),  # timed without, too
+        ("backward", "bfloat16", 512, {"num_heads_kv": 4}, (128, 128)),
+        ("backward", "float32", 512, {}, (128, 32)),
+        ("backward", "float32", 512, {"batch": 4}, (64, 64)),
+    ],
+)  # fmt: skip
+def test_tiles_of_a_pair_are_for_its_grid(
+    direction, dtype, tokens, asked, expected
+):
+    """One sequence of 16 heads of 64 on an H200, docs/lab/pair_bias.md."""
+    call = {"num_heads_q": 16, "num_heads_kv": 16, "causal": False, **asked}
+    problem = small_problem(
+        direction, dtype, seqlen_q=tokens, seqlen_k=tokens, **call
+    )
+    device = replace(device_of_arch("sm_90a"), num_sms=132)
+    tile = plan(problem, device).tile
+    assert (tile.block_q, tile.block_k) == expected

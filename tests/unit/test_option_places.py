@@ -79,7 +79,7 @@ PLACES = {
         "a seed of dropout, bounds", "dropout seed window",
     ),
     # Decisions that were measured for one option.
-    "plans/tiles": ("tuned tiles", "window segment_ids"),
+    "plans/tiles": ("tuned tiles", "bias window segment_ids"),
     "plans/plan": (
         "tuned tiles",
         "mask_mod max_seqlen_k max_seqlen_q segment_ids window",

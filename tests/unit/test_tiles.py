@@ -159,6 +159,8 @@ def test_a_foreign_file_is_ignored_with_a_word(tmp_path, change, word):
         ({"tiles_per_sm": float("nan")}, "tiles_per_sm is nan"),
         ({"causal": "yes"}, "causal is 'yes'"),
         ({"option": "softcap"}, "option is 'softcap'"),
+        ({"needs": "softcap"}, "needs is 'softcap'"),
+        ({"reach": 0}, "reach is 0"),
         ({"gpu": 7}, "gpu is 7"),
         ({"gpu": "A", "bandwidth": 0}, "bandwidth is 0"),
         ({"gpu": "A", "bandwidth": "1"}, "bandwidth is '1'"),
