@@ -1,4 +1,4 @@
-"""The operators of readouts with score_mod or mask_mod, and their gradients.
+"""The operators of readouts with score_mod or mask_mod, and of gradients.
 
 They take what those of `readout_ops` do, and what those of `function_ops` do.
 """
@@ -108,39 +108,6 @@ def _fake_backward(
     return *found, [read[i].new_empty(read[i].shape) for i in of_read]
 
 
-# Gradients -------------------------------------------------------------------
-
-
-def _setup(
-    ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any
-) -> None:
-    q, k, lse, read, values, graphs, *others = inputs
-    others += [None] * (len(POSITIONAL) - len(others))
-    ctx.save_for_backward(q, k, lse, *others, *read)
-    ctx.program, ctx.numbers = (values, graphs), dict(keyword_only_inputs)
-
-
-def _backward(name: str, ctx: Any, cotangent: Any) -> Any:
-    numbers = {x: y for x, y in ctx.numbers.items() if x != "dtype"}
-    needs = ctx.needs_input_grad
-    of_rows = any(needs[6:7])
-    _, _, read = parted(name, ctx.saved_tensors)
-    places = [x for x in places_of(ctx.program, read) if needs[3][x]]
-    dq, dk, dlse, drow_weights, *found = call(
-        f"{name}_backward", (cotangent, *ctx.saved_tensors),
-        {**numbers, "return_drow_weights": of_rows, "of_read": places},
-        ctx.program,
-    )  # fmt: skip
-    by_place = dict(zip(places, found, strict=True))
-    dread = [by_place.get(i) for i in range(len(read))]
-    of_values: Any = (
-        None if ctx.program[0] else []
-    )  # torch takes [] for tensors
-    of_others = (drow_weights if of_rows else None, *(None,) * len(needs))
-    gradients = dq, dk, dlse, dread, of_values, None, *of_others
-    return gradients[: len(needs)]  # trailing arguments may be left out
-
-
 for _name in READOUTS:
     for _each, _fake_kernel in (
         (_name, functools.partial(_fake, _name)),
@@ -153,14 +120,3 @@ for _name in READOUTS:
         torch.library.register_fake(
             f"cuflash::function_{_each}", _fake_kernel, lib=LIBRARY
         )
-    torch.library.register_autograd(
-        f"cuflash::function_{_name}",
-        functools.partial(_backward, _name),
-        setup_context=_setup,
-        lib=LIBRARY,
-    )
-    torch.library.register_autograd(
-        f"cuflash::function_{_name}_backward",
-        functools.partial(readout_ops.raise_no_second, _name),
-        lib=LIBRARY,
-    )

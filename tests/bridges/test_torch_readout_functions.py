@@ -101,6 +101,36 @@ def test_transforms(name):
     assert_gradients(name, [x[0] for x in found])
 
 
+@each_call
+def test_gradients_of_several_cotangents_at_once(name):
+    wrt = Q.clone().requires_grad_(), TABLE.clone().requires_grad_(), CAP
+    got = call(name, *wrt[:2])
+    each = torch.stack([2 * got.detach(), got.detach()])
+
+    def gradients(cotangents, **options):
+        return torch.autograd.grad(
+            got, wrt, cotangents, retain_graph=True, **options
+        )
+
+    batched = gradients(each, is_grads_batched=True)
+    for found in (batched, torch.func.vmap(gradients)(each)):
+        assert_gradients(name, [x[1] for x in found])
+        assert_gradients(name, [x[0] / 2 for x in found])
+
+
+def test_gradients_of_row_weights_of_several_cotangents_at_once():
+    rows = OF_ROWS.clone().requires_grad_()
+
+    def sums(rows):
+        return cuflash.torch.weight_sums(
+            Q, K, LSE, row_weights=rows, **functions(TABLE)
+        )[1, 2]
+
+    jacobian = torch.autograd.functional.jacobian
+    want = jacobian(sums, rows)
+    assert_arrays_equal(jacobian(sums, rows, vectorize=True), want, "rows")
+
+
 @pytest.mark.parametrize("name", ["weights", "sums", "entropy"])
 def test_compiled_in_one_graph(name):
     torch._dynamo.reset()
