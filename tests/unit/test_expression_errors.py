@@ -72,8 +72,8 @@ SCORES = {
         "compares with `is`", "write == or !=",
     ),
     "unknown ufunc": (
-        lambda score, b, h, q_idx, kv_idx: np.arctan(score),
-        "np.arctan cannot be recorded", "of NumPy's and SciPy's functions",
+        lambda score, b, h, q_idx, kv_idx: np.arcsinh(score),
+        "np.arcsinh cannot be recorded", "of NumPy's and SciPy's functions",
     ),
     "unknown function": (
         lambda score, b, h, q_idx, kv_idx: np.sinc(score),
