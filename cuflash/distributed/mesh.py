@@ -165,13 +165,17 @@ class Mesh:
     def left(self) -> int | None:
         """A rank that has ended its connection, None if there is none."""
         for rank, link in self._sockets.items():
+            # With a timeout `recv` first waits for data, whatever its flags.
+            link.settimeout(0)
             try:
-                if not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                if not link.recv(1, socket.MSG_PEEK):
                     return rank
             except BlockingIOError:
                 pass
             except OSError:
                 return rank
+            finally:
+                link.settimeout(self.timeout)
         return None
 
     def gather(self, kind: int, data: bytes) -> list[bytes]:

@@ -109,7 +109,7 @@ _WIDE = (
     "ddv", "k_cache", "v_cache", "k_new", "v_new",
 )  # fmt: skip
 # What has the dtype of q, or may have it, with tangents and cotangents.
-_OF_DTYPE = {*_WIDE} | {
+_OF_DTYPE = {*_WIDE, "dweights"} | {
     name
     for row in options.TABLE
     if row.array is not None and "q" in row.array.dtypes
@@ -154,7 +154,9 @@ def _call_buffers(
             for name, x in given.items()
         }
         types = abstract_all(given)
-        checked = call.check(types)
+        # Of weights: those of float32 are converted like other results.
+        others = {x: y for x, y in call.arguments.items() if x != "dtype"}
+        checked = call._replace(arguments=others).check(types)
     program = Program(run, checked, types, machine)
     updated = [types[x] for x in call.updated]
     created = buffer_callback(

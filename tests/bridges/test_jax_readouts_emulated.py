@@ -93,3 +93,21 @@ def test_gradients_of_arrays_that_a_score_reads(name):
         got = jax.grad(lambda t: (call(t) ** 2).sum() / 2)(jnp.asarray(table))
         jax.block_until_ready(got)
     assert_same(got, expected["t"])
+
+
+def test_weights_in_a_dtype_that_is_converted():
+    """On sm_75, which computes with bfloat16 as float32."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs().values())
+    lse = cuflash.jax.attention(q, k, v, return_lse=True)[1]
+
+    def call(q):
+        return cuflash.jax.weights(q, k, lse, dtype=jnp.bfloat16)
+
+    expected = call(q)
+    with by_the_driver("sm_75"):
+        got, vjp = jax.vjp(call, q)
+        (dq,) = jax.block_until_ready(vjp(got))
+    assert (got.dtype, dq.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    # Weights are at most 1, and each is rounded once to 8 bits.
+    off = abs(np.float32(got) - np.float32(expected))
+    assert off.max() <= 2.0**-8

@@ -3,6 +3,7 @@
 import errno
 import socket
 import threading
+import time
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_more_bytes_than_sockets_hold(tmp_path, size):
 
     found = run(of_rank, tmp_path / "new", 3, timeout=5.0)
     assert found == [([b"0", b"1" * size, b"2" * size], [b"end"] * 3)] * 3
+
+
+def test_ranks_that_work_have_not_left(tmp_path):
+    """Asked without a wait for what they send, so long before the timeout."""
+
+    def of_rank(mesh):
+        start = time.monotonic()
+        left = mesh.left()
+        spent = time.monotonic() - start
+        mesh.gather(0, b"")
+        return left, spent < mesh.timeout / 2
+
+    assert run(of_rank, tmp_path / "new") == [(None, True)] * 2
 
 
 def test_a_rank_that_leaves(tmp_path):
