@@ -5,4 +5,6 @@
 struct BiasGradient {
     template <class Arguments> void set_head(const Arguments&, int, int) {}
     void add(int query, int key, Accumulator<Element> ds) const;
+    void add_masked(int query, int key) const;
+    Accumulator<Element>* row(int query, int key) const;
 };

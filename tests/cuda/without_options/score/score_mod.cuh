@@ -31,6 +31,9 @@ template <class Real> struct ScoreMod {
     template <class Arguments> void set_sequence(const Arguments&, int, int) {}
     template <class Arguments> void set_user(const Arguments&, int, int, int, int) {}
     Real bias_of(int, int) const { return 0; }
+    bool has_row(int) const;
+    const Bias* row_of_bias(int, int) const;
+    template <int STEP, int N> void load_biases(Real (&)[N], int, int) const;
     Real slope;
     bool has_chunks;
     const BiasChunk* chunks_of_bias(int, int) const;
@@ -48,6 +51,8 @@ template <class Real> struct ScoreMod {
         derivatives.by_product = 1;
         return rounded(product, scale);
     }
+    Real score(Real, Real, Real, int, int) const;
+    Real score(Real, Real, Real, int, int, Derivatives<Real>&) const;
     template <class Pairs>
     using ArraySums = typename ScoreExpression<Real>::template Gradients<Pairs>;
     template <class Pairs>

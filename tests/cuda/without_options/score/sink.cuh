@@ -1,6 +1,6 @@
 // sink.cuh for kernels of calls without options. What has no body is not to be called.
 #pragma once
-#include "common/types.cuh"
+#include "common/softmax.cuh"
 
 constexpr int NO_HEAD = -1;
 
