@@ -29,8 +29,9 @@ from helpers.data import Case, Emulation, inputs
 
 QUERY, KEY = 7, 3  # QUERY sees the keys up to its own number
 
-# Two of them multiply to twice the largest power of two, times the scale.
 _ON = Emulation()
+
+# Two of them multiply to twice the largest power of two, times the scale.
 FACTOR = {
     "float16": 2.0**7,  # 2^14 times the scale, which is 2^114
     "bfloat16": 2.0**64,
@@ -117,7 +118,7 @@ def test_a_product_past_it_that_is_scaled_down(backend, dtype, on):
     [
         case_of("float32", precision="tf32x3"),
         case_of("float16", head_dim=320, head_dim_v=16),
-        case_of("bfloat16", "sm_90a", head_dim=256, head_dim_v=256),
+        case_of("bfloat16", Emulation("sm_90a"), head_dim=256, head_dim_v=256),
     ],
     ids=["tf32x3", "wide_heads", "wide"],
 )
