@@ -102,52 +102,9 @@ struct ScoreRole {
                 warp_row, lane);
     }
 
-    // One query tile.
+    // One query tile. `key`: the lane's first. What a user's f is of masked pairs, NaN perhaps, is
+    // zeroed in each tile of weights, after the factors that f gives it.
     __device__ __forceinline__ void iterate(
-        const IterationStage& stage, const Mask<CAUSAL, WINDOW>& mask,
-        const MaskBounds& bounds) const {
-        const int n = stage.others.index;
-        const SecondRows& rows = shared.rows[n];
-        float s[S_REGS], w[S_REGS], dp[S_REGS], u[S_REGS];
-        issue(stage, s, w, dp, u);
-        const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
-        const int query = rows.q_start + first_column;      // the lane's first
-
-        wgmma_wait<1 + SCORES_MOVE + V_DOT>();              // S
-        warpgroup_fence_operand(s);
-        exponentiate(s, LaneRows<>(rows, first_column), scale_log2);
-        if (is_cut) zero_masked(s, mask, bounds, query);
-
-        wgmma_wait<1 + V_DOT>();                            // W
-        if constexpr (SCORES_MOVE) warpgroup_fence_operand(w);
-        else
-            #pragma unroll
-            for (int i = 0; i < S_REGS; ++i) w[i] = 0.0f;
-        relative_tangents(w, rows, first_column);
-        if (is_cut) zero_masked(w, mask, bounds, query);
-        publish_product(stage, s, w);
-
-        wgmma_wait<V_DOT>();                                // dP
-        warpgroup_fence_operand(dp);
-        score_gradients(dp, s, rows, first_column);
-        if (is_cut) zero_masked(dp, mask, bounds, query);
-        publish_rounded(dp, &shared.ds[n], &shared.ds_full[n]);
-
-        wgmma_wait<0>();                                    // U
-        if constexpr (V_DOT) warpgroup_fence_operand(u);
-        else
-            #pragma unroll
-            for (int i = 0; i < S_REGS; ++i) u[i] = 0.0f;
-        second_score_gradients(u, s, w, dp, rows, first_column);
-        __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
-        if (is_cut) zero_masked(u, mask, bounds, query);
-        publish_rounded(u, &shared.t[n], &shared.t_full[n]);
-    }
-
-    // The same with the user's f. `key`: the lane's first. What f is of masked pairs, NaN perhaps,
-    // is zeroed in each tile of weights, after the factors that f gives it.
-    __device__ __forceinline__ void iterate_with_score_mod(
         const IterationStage& stage, const Mask<CAUSAL, WINDOW>& mask, const MaskBounds& bounds,
         int batch, int key) const {
         const int n = stage.others.index;
@@ -155,14 +112,17 @@ struct ScoreRole {
         float s[S_REGS], w[S_REGS], dp[S_REGS], u[S_REGS];
         issue(stage, s, w, dp, u);
         const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
-        const int query = rows.q_start + first_column;
+        const int query = rows.q_start + first_column;      // the lane's first
         ScoreMod<float> score_mod(args);
         score_mod.set_head(args, batch, rows.head);
-        Slopes user;
+        Slopes user;                                        // SCORE_MOD
 
         wgmma_wait<1 + SCORES_MOVE + V_DOT>();              // S
         warpgroup_fence_operand(s);
-        probabilities_of_user(s, user, score_mod, rows, first_column, key);
+        if constexpr (SCORE_MOD)
+            probabilities_of_user(s, user, score_mod, rows, first_column, key);
+        else
+            exponentiate(s, LaneRows<>(rows, first_column), scale_log2);
         if (is_cut) {
             zero_masked(s, mask, bounds, query);
             if constexpr (SCORE_BENDS) zero_masked(user.slopes, mask, bounds, query);
@@ -173,7 +133,10 @@ struct ScoreRole {
         else
             #pragma unroll
             for (float& x : w) x = 0.0f;
-        relative_tangents_of_user(w, user, score_mod.scale, rows, first_column);
+        if constexpr (SCORE_MOD)
+            relative_tangents_of_user(w, user, score_mod.scale, rows, first_column);
+        else
+            relative_tangents(w, rows, first_column);
         if (is_cut) zero_masked(w, mask, bounds, query);
         publish_product(stage, s, w);
 
@@ -181,9 +144,13 @@ struct ScoreRole {
         warpgroup_fence_operand(dp);
         score_gradients(dp, s, rows, first_column);
         if (is_cut) zero_masked(dp, mask, bounds, query);
-        float scaled[S_REGS];
-        score_gradients_of_user(scaled, dp, user);
-        publish_rounded(scaled, &shared.ds[n], &shared.ds_full[n]);
+        if constexpr (SCORE_MOD) {
+            float scaled[S_REGS];
+            score_gradients_of_user(scaled, dp, user);
+            publish_rounded(scaled, &shared.ds[n], &shared.ds_full[n]);
+        } else {
+            publish_rounded(dp, &shared.ds[n], &shared.ds_full[n]);
+        }
 
         wgmma_wait<0>();                                    // U
         if constexpr (V_DOT) warpgroup_fence_operand(u);
@@ -191,7 +158,7 @@ struct ScoreRole {
             #pragma unroll
             for (float& x : u) x = 0.0f;
         second_score_gradients(u, s, w, dp, rows, first_column);
-        second_score_gradients_of_user(u, dp, user);
+        if constexpr (SCORE_MOD) second_score_gradients_of_user(u, dp, user);
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
         if (is_cut) zero_masked(u, mask, bounds, query);
@@ -214,10 +181,7 @@ struct ScoreRole {
             mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
             mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
             for (; remaining > 0; --remaining, stage.next())
-                if constexpr (SCORE_MOD)
-                    iterate_with_score_mod(stage, mask, bounds, work.batch, key);
-                else
-                    iterate(stage, mask, bounds);
+                iterate(stage, mask, bounds, work.batch, key);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
         }
     }
