@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from cuflash.errors import GroupError, ValueRangeError
+from cuflash.errors import DTypeError, GroupError, ValueRangeError
 from cuflash.request import checks
 
 from . import rearrange
@@ -224,3 +224,25 @@ class Subgroup(Group):
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         raise NotImplementedError("calls are compared in the whole group")
+
+
+def check_on_device(array: Any, cupy: Any, device: int, reason: str) -> None:
+    """Refuse what a group of GPUs cannot send or receive.
+
+    Raises
+    ------
+    DTypeError
+        If it is no CuPy array, which `reason` says why it has to be.
+    ValueRangeError
+        If it is not on the group's device.
+    """
+    if not isinstance(array, cupy.ndarray):
+        raise DTypeError(
+            f"got an array of type {type(array).__name__}, expected a CuPy "
+            f"array: {reason}"
+        )
+    if array.data.device_id != device:
+        raise ValueRangeError(
+            f"got an array on CUDA device {array.data.device_id}, expected "
+            f"device {device}, the group's"
+        )

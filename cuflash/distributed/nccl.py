@@ -10,9 +10,15 @@ from typing import Any
 import numpy as np
 
 from cuflash.api import arrays as api_arrays
-from cuflash.errors import DTypeError, GroupError, ValueRangeError
+from cuflash.errors import GroupError
 
-from .group import DEFAULT_TIMEOUT, Group, Message, Pending
+from .group import (
+    DEFAULT_TIMEOUT,
+    Group,
+    Message,
+    Pending,
+    check_on_device,
+)
 from .nccl_library import library as find_library
 from .watchdog import Watchdog
 
@@ -93,16 +99,10 @@ class NcclGroup(Group):
     ) -> Pending:
         self.check()
         for array, _ in (*sends, *receives):
-            if not isinstance(array, self._cupy.ndarray):
-                raise DTypeError(
-                    f"got an array of type {type(array).__name__}, expected "
-                    "a CuPy array: the group communicates by NCCL"
-                )
-            if array.data.device_id != self.device:
-                raise ValueRangeError(
-                    f"got an array on CUDA device {array.data.device_id}, "
-                    f"expected device {self.device}, the group's"
-                )
+            check_on_device(
+                array, self._cupy, self.device,
+                "the group communicates by NCCL",
+            )  # fmt: skip
         stream = self._stream
         stream.wait_event(self.mark() if after is None else after)
         watched = self._watchdog.begin()

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from cuflash.api import arrays as api_arrays
-from cuflash.errors import (
-    DTypeError,
-    GroupError,
-    UnsupportedError,
-    ValueRangeError,
-)
+from cuflash.errors import GroupError, UnsupportedError
 
-from .group import DEFAULT_TIMEOUT, Group, Message, Pending
+from .group import (
+    DEFAULT_TIMEOUT,
+    Group,
+    Message,
+    Pending,
+    check_on_device,
+)
 from .mesh import Mesh
 from .peer_memory import HANDLE_BYTES, Block, Blocks, Events, Opened
 
@@ -174,16 +175,8 @@ class PeerGroup(Group):
         return self._cupy.cuda.runtime
 
     def _check(self, array: Any) -> None:
-        if not isinstance(array, self._cupy.ndarray):
-            raise DTypeError(
-                f"got an array of type {type(array).__name__}, expected a "
-                "CuPy array: the group's GPUs copy it"
-            )
-        if array.data.device_id != self.device:
-            raise ValueRangeError(
-                f"got an array on CUDA device {array.data.device_id}, "
-                f"expected device {self.device}, the group's"
-            )
+        reason = "the group's GPUs copy it"
+        check_on_device(array, self._cupy, self.device, reason)
 
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Any
