@@ -600,6 +600,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
     in_order = problem.deterministic and not integers
+    innermost = heads_innermost(problem)
     semaphores = _dq_parts(tile, d) if in_order else 0
     rows = rows_kernel(
         problem, tile, "row_stats", d,
@@ -618,7 +619,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
-        ("HEADS_INNERMOST", heads_innermost(problem)),
+        ("HEADS_INNERMOST", innermost),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),
@@ -642,7 +643,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads = _ordered_heads(problem, problem.num_heads_kv, heads)
     if in_order:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
-    innermost = heads_innermost(problem)
     last_tiles = _LAST_WIDE_TILES if innermost and wide else LAST_TILES
     last = last_section(
         problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
