@@ -538,16 +538,16 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     return (d + dv) // 2 + scores <= _BACKWARD_REGISTERS
 
 
-# Query heads of a key head with which blocks of causal calls part so far that
-# Q, dO and sums of dQ come from memory: docs/lab/sm90_backward.md. With fewer
-# heads blocks that stay together are slower by 1 to 5 %.
+# Query heads a key head, of heads up to 128 columns wide and of wider ones,
+# from which on HEADS_INNERMOST is faster: L2 does not hold them all. With
+# fewer it is 1 to 5 % slower (docs/lab/sm90_backward.md).
 _MANY_HEADS, _MANY_WIDE_HEADS = 16, 8
 
 # The largest head dimension of sm90/backward.cu; wider ones have others.
 _MAX_OF_NARROW = 128
 
-# Tiles of a block in the last section, where many wide heads are innermost: in
-# smaller sections more blocks stay together.
+# Tiles of a block in the last section, where many wide heads are innermost: of
+# a smaller section more blocks work on the same head at a time.
 _LAST_WIDE_TILES = 1
 
 

@@ -9,10 +9,11 @@
 // iterations go through the query heads of the group in turn.
 //
 // HEADS_INNERMOST (CAUSAL, heads of a group, any order of sums): iterations start with the last
-// query tile, and each is visited of all heads of the group before the one before it. All key tiles
-// see the last queries, so blocks that start together read the same tiles of Q, dO and dQ, as they
-// do without a mask; with heads outermost, the fewer queries see a key tile, the sooner its block
-// is at other heads, and groups of more heads than L2 holds came from memory for every key tile.
+// query tile, and go through all heads of the group before the query tile before it. The last
+// queries see all keys, so blocks that start together read the same tiles of Q and dO, and add to
+// the same dQ, at the same time. With heads outermost the blocks of later keys, which fewer queries
+// see, are sooner at the next head. Soon all heads of the group are being read, and if these do not
+// fit in L2, every key tile reads them from memory.
 //
 // SharedPlan has work_tiles[WORK_STAGES] and their barriers: work_full, an arrival of the thread
 // that publishes; work_empty, an arrival of each warp that reads.
