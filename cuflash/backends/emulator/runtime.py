@@ -289,6 +289,9 @@ def _own_flags(command: tuple[str, ...]) -> tuple[str, ...]:
         # NVRTC fuses multiply-adds; g++ at -O1 does so only with this flag.
         flags += ["-fexpensive-optimizations"]
         flags += _LEFT_OUT
+        # Structs are copied whole, padding too. Stored by its fields, one that
+        # is read whole would have bytes that nobody wrote.
+        flags += ["--param=sra-max-scalarization-size-Ospeed=0"]
         # Variable tracking, which -g1 does not use, is a third of the time.
         flags += ["-fno-var-tracking"]
     # Unset variables are then not zero by chance. From GCC 12 on.
