@@ -267,7 +267,7 @@ def _engine(command: tuple[str, ...]) -> Path:
         os.replace(made, path)
 
     files = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
-    texts = _hash("".join(x.read_text(encoding="utf-8") for x in files))
+    texts = _hash("".join(map(source.read, files)))
     key = (compiling, _version(command), texts)
     return _kept(f"engine_{_hash(key)}", build)
 
