@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuflash.backends.emulator import runtime
 from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.errors import KernelFault
 from helpers.host_compiler import needs_compiler
@@ -247,7 +248,7 @@ FAULTS = [
     Case("atomic_past_the_end", "byte 256 of out, which has 256"),
     Case(
         "struct_past_the_end",
-        "byte 24[0-9] of x, which has 240",
+        "24 bytes at byte 224 of x, which has 240",
         some(60),
         threads=10,
     ),
@@ -516,6 +517,13 @@ def test_a_message_names_missing_bytes_of_an_mbarrier():
         "mbarrier at byte 1024: phase 0 lacks 0 of 1 arrival; 512 bytes are"
         " expected, 1024 are in flight\n"
     ) in said
+
+
+def test_a_program_without_lines_gets_them_for_a_message(monkeypatch):
+    """Compiled with lines, each address is what it was."""
+    said = message("pipeline_stage_never_filled")
+    monkeypatch.setattr(runtime, "is_own", lambda kernel: True)
+    assert message("pipeline_stage_never_filled") == said
 
 
 @pytest.mark.parametrize(

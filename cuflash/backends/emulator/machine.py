@@ -214,6 +214,7 @@ class Machine:
                         kernel=kernel,
                         arch=emulator.arch,
                         program=program,
+                        flags=emulator.flags,
                     ),
                 )
 

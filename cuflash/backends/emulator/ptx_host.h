@@ -286,20 +286,20 @@ inline bool mbarrier_try_wait(u32 barrier, u32 parity, EMULATOR_SITE) {
     return emulator::mbarrier_try_wait(barrier, parity, {file, line});
 }
 
-__device__ __forceinline__ void barrier_sync(int id, int threads, EMULATOR_SITE) {
+EMULATOR_INLINED void barrier_sync(int id, int threads, EMULATOR_SITE) {
     emulator::named_barrier(id, threads, true, {file, line});
 }
 
-__device__ __forceinline__ void barrier_arrive(int id, int threads, EMULATOR_SITE) {
+EMULATOR_INLINED void barrier_arrive(int id, int threads, EMULATOR_SITE) {
     emulator::named_barrier(id, threads, false, {file, line});
 }
 
-template <int COUNT> __device__ __forceinline__ void warpgroup_reg_alloc(EMULATOR_SITE) {
+template <int COUNT> EMULATOR_INLINED void warpgroup_reg_alloc(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
     emulator::set_registers(COUNT, true, {file, line});
 }
 
-template <int COUNT> __device__ __forceinline__ void warpgroup_reg_dealloc(EMULATOR_SITE) {
+template <int COUNT> EMULATOR_INLINED void warpgroup_reg_dealloc(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
     emulator::set_registers(COUNT, false, {file, line});
 }
@@ -316,7 +316,7 @@ EMULATOR_CALLED void tma_load(
     emulator::load_box(target, &map, barrier, {x0, x1, x2, x3}, {file, line});
 }
 
-__device__ __forceinline__ void tma_store(
+EMULATOR_INLINED void tma_store(
     const TensorMap& map, u32 source, int x0, int x1, int x2, int x3, EMULATOR_SITE) {
     emulator::store_box(&map, source, {x0, x1, x2, x3}, {file, line});
 }
@@ -325,12 +325,12 @@ inline void bulk_load(u32 target, const void* source, u32 barrier, int bytes, EM
     emulator::load_bytes(target, source, barrier, bytes, {file, line});
 }
 
-__device__ __forceinline__ void bulk_reduce_add(
+EMULATOR_INLINED void bulk_reduce_add(
     float* target, u32 source, int bytes, EMULATOR_SITE) {
     emulator::add_floats(target, source, bytes, {file, line});
 }
 
-__device__ __forceinline__ void bulk_reduce_add_s32(
+EMULATOR_INLINED void bulk_reduce_add_s32(
     int* target, u32 source, int bytes, EMULATOR_SITE) {
     emulator::add_ints(target, source, bytes, {file, line});
 }
@@ -362,7 +362,7 @@ template <class Element> float bits_to_float(uint16_t bits) { return to_float(El
 }  // namespace emulator
 
 template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, class Element>
-__device__ __forceinline__ void wgmma_shared(
+EMULATOR_INLINED void wgmma_shared(
     float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
     emulator::WgmmaOperands own{d, COUNT, a, b, nullptr, accumulate, A_TRANSPOSED, B_TRANSPOSED,
                                   SIGN, emulator::bits_to_float<Element>};
@@ -370,7 +370,7 @@ __device__ __forceinline__ void wgmma_shared(
 }
 
 template <int COUNT, class Element>
-__device__ __forceinline__ void wgmma_registers(
+EMULATOR_INLINED void wgmma_registers(
     float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
     emulator::WgmmaOperands own{
         d, COUNT, 0, b, a, accumulate, false, true, 1, emulator::bits_to_float<Element>};
