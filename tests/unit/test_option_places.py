@@ -98,9 +98,9 @@ PLACES = {
     ),
     "plans/sm90_jvp": ("the one that it has", "score_mod"),
     "plans/sm90": (
-        "memory, registers",
+        "memory, registers, a softcap as a score",
         "alibi_slopes bias mask mask_mod return_dbias return_dmod score_mod"
-        " segment_ids window",
+        " segment_ids softcap window",
     ),
     # What runs.
     "launch/attention": (
