@@ -138,6 +138,7 @@ PLACES = {
     "torch/derivatives": ("linear in it", "dropout"),
     "torch/block_mask": ("theirs", "mask_mod"),
     "torch/block_slices": ("theirs", "mask_mod"),
+    "torch/listed_blocks": ("theirs", "mask_mod"),
     "torch/flex": ("theirs", "mask_mod score_mod"),
     "torch/pair_bias": ("theirs", "bias mask mod_arrays score_mod"),
     "jax/pair_bias": ("theirs", "bias mask"),
