@@ -296,8 +296,8 @@ class _Theirs:
         blocks, self._mask_mod = _blocks(block_mask), block_mask.mask_mod
         self._serial = key_if_implied(blocks, block_mask.seq_lengths)
         is_implied = self._serial is not None
-        mask = self._mask_mod if is_implied else _with_table(blocks)
-        self.snapshot = functions.Snapshot(mask)
+        visible = self._mask_mod if is_implied else _with_table(blocks)
+        self.snapshot = functions.Snapshot(visible)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A copy of a block mask has none."""
