@@ -139,12 +139,12 @@ def flex_attention(
     )  # fmt: skip
     if return_aux is None:
         return results
-    made = sys.modules[type(return_aux).__module__]
+    made = _made_for(return_aux)
     if not wants_max:  # older ones have no such field
         out, lse = results if wants_lse else (results, None)
-        return out, made.AuxOutput(lse=lse)
+        return out, made(lse=lse)
     out, *lse, largest = results
-    return out, made.AuxOutput(lse[0] if lse else None, largest)
+    return out, made(lse[0] if lse else None, largest)
 
 
 def _wrong_axes(*tensors: torch.Tensor) -> ShapeError:
@@ -183,6 +183,15 @@ def _options(
         if of_blocks is not None:
             found["mask_mod"] = of_blocks
     return found
+
+
+def _made_for(return_aux: Any) -> Any:
+    """The class of what a call returns for such an argument."""
+    if torch.compiler.is_compiling():  # which must not go through all modules
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return AuxOutput
+    return sys.modules[type(return_aux).__module__].AuxOutput
 
 
 def _wanted(return_aux: Any, return_lse: bool) -> tuple[bool, bool]:
