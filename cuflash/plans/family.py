@@ -141,6 +141,17 @@ def in_float32(
     )
 
 
+def with_capped_score(
+    problem: Problem, device: Device, wanted: FamilyName | None = None
+) -> Problem:
+    """`sm90.with_capped_score` of it, where sm90 supports only that."""
+    changed = sm90.with_capped_score(problem)
+    if changed is problem:
+        return problem
+    found = (family_of(x, device, wanted) for x in (problem, changed))
+    return changed if (*found,) == ("sm80", "sm90") else problem
+
+
 def _derivative_family(
     problem: Problem, device: Device, family: FamilyName
 ) -> FamilyName:

@@ -23,6 +23,7 @@ from cuflash.plans.family import (
     legal_tiles,
     maker_of,
     wanted_family,
+    with_capped_score,
 )
 from cuflash.plans.kernel import (
     SHARED_KIB,
@@ -48,7 +49,7 @@ __all__ = [
     "Plan", "StaticSchedule",
     "check", "default_plans", "device_of_arch", "family_of", "in_float32",
     "is_legal", "legal_tiles", "main_file", "occupancy", "plan", "tuned_by",
-    "wanted_family",
+    "wanted_family", "with_capped_score",
 ]  # fmt: skip
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from cuflash.expressions import derivative, nodes
+from dataclasses import replace
+
+from cuflash.expressions import builtin, derivative, nodes
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
+from cuflash.request import softcap as softcaps
 from cuflash.request.options import acts, has_order
 from cuflash.request.problem import Problem
 
@@ -214,6 +217,19 @@ def _has_sparse_tiles(problem: Problem) -> bool:
 def _has_dynamic_scheduler(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's DYNAMIC_SCHEDULER."""
     return is_packed(problem) or skips_tiles(problem)
+
+
+def with_capped_score(problem: Problem) -> Problem:
+    """The problem with its softcap as a part of the user's score.
+
+    Kernels of derivatives have a score, and no softcap. Their text has the
+    number in it. A large softcap stays what it is: tanh is exact there.
+    """
+    p = problem
+    if not p.softcap or softcaps.is_large(p.softcap, p.dtype):
+        return p
+    score = builtin.with_softcap(p.softcap, p.score_mod)
+    return replace(p, softcap=0.0, score_mod=score)
 
 
 def score_bends(problem: Problem) -> bool:

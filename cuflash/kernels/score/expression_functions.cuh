@@ -79,9 +79,12 @@ template <class T> inline T multiply_add(T a, T b, T c) { return fma(a, b, c); }
 // a b; 0 where a is, though b may be infinite or NaN.
 template <class T> inline T product_if(T a, T b) { return a == T(0) ? a : a * b; }
 
-template <class A, class B> inline auto divide(A a, B b) {
-    if constexpr (NUMBERS<A, B>) return a / b;
-    else {
+// FAST: of 16-bit elements, to some 2^-22 of the result. A b beyond 2^126 counts as infinite.
+template <bool FAST, class A, class B> inline auto divide(A a, B b) {
+    if constexpr (NUMBERS<A, B>) {
+        if constexpr (FAST) return a * reciprocal_approx(b);
+        else return a / b;
+    } else {
         using T = Common<A, B>;
         const Interval<T> u = interval<T>(a), v = interval<T>(b);
         if (!bounds(u) || !bounds(v) || (v.low <= T(0) && v.high >= T(0))) return unknown<T>();
