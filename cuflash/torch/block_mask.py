@@ -294,7 +294,9 @@ class _Theirs:
         self._versions = _versions_of(self._tensors)
         self.shape = tuple(block_mask.shape)
         blocks, self._mask_mod = _blocks(block_mask), block_mask.mask_mod
-        self._serial = key_if_implied(blocks, block_mask.seq_lengths)
+        self._serial: int | None = None
+        if self._versions is not None:  # else this is made in each call
+            self._serial = key_if_implied(blocks, block_mask.seq_lengths)
         is_implied = self._serial is not None
         visible = self._mask_mod if is_implied else _with_table(blocks)
         self.snapshot = functions.Snapshot(visible)

@@ -72,6 +72,12 @@ def test_others_have_one(name):
     assert not is_implied(block_mask(OTHERS[name], 33), 33)
 
 
+def test_a_mask_of_inference_mode_is_not_looked_at():
+    """It would be in each call: nobody counts its changes."""
+    with torch.inference_mode():
+        assert not is_implied(block_mask(causal, 33), 33)
+
+
 def test_a_function_that_changes_later(monkeypatch):
     """Of its blocks those stay that are listed."""
 
