@@ -574,6 +574,8 @@ class _Body:
             how = "false"
         else:
             how = f"{'WHOLE_WARP' if self._exact else 'false'}, INSIDE"
+            if self._exact and "kv_idx" in node.depends:
+                how += ", true"
         free = _free(node) if not node.of_head else [*range(len(node.args))]
         indices = "".join(f", {self.name(node.args[x])}" for x in free)
         return f"ex::gather<{kind}, {how}>({self._view(node)}{indices})"

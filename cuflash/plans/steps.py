@@ -246,6 +246,11 @@ def window_of(problem: Problem) -> float:
     return left + right + 1
 
 
+def has_left_bound(problem: Problem) -> bool:
+    """Whether the window hides keys that are far before a query."""
+    return problem.window[0] is not None
+
+
 # The most keys of which tensor cores sum weights times values of one sign
 # without losing more than half of float16's unit roundoff, 2^-11: n keys lose
 # n / 10 * 2^-24 (docs/guide/accuracy.md). More are summed in two levels.

@@ -118,8 +118,10 @@ template <class A, class B> constexpr emulator::Common<A, B> max(A a, B b) {
     return a < b ? b : a;
 }
 
-// The lowest set bit, counted from 1, or 0 if none is set; the number of set bits.
+// The lowest set bit, counted from 1, or 0 if none is set; how many bits above the highest set one
+// are 0; the number of set bits.
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline float __int_as_float(int bits) {

@@ -32,6 +32,11 @@ template <class A, class B> inline auto add(A a, B b) {
         using T = Common<A, B>;
         const Interval<Ends<T>> u = interval<Ends<T>>(interval<T>(a));
         const Interval<Ends<T>> v = interval<Ends<T>>(interval<T>(b));
+        if constexpr (Same<T, int>::value) {                // sums of 64 bits do not overflow
+            const i64 low = u.low + v.low, high = u.high + v.high;
+            const bool fits = low == static_cast<int>(low) && high == static_cast<int>(high);
+            return fits ? Interval<T>{static_cast<int>(low), static_cast<int>(high)} : unknown<T>();
+        }
         const double least = double(u.low) + double(v.low), most = double(u.high) + double(v.high);
         if (!IS_REAL<T> && !(least > -9.0e18 && most < 9.0e18)) return unknown<T>();
         return bounded<T>(u.low + v.low, u.high + v.high, least, most);
