@@ -265,8 +265,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
 
     if (order.has(order.first)) {
         load_keys(shared, arrays, coord, score_tile.k_start, num_keys);
-        k_nonfinite = load_first_queries(
-            shared, loader, bias_loader, first_head, order.first);
+        k_nonfinite = load_first_queries(shared, loader, bias_loader, first_head, order.first);
         for (int head = first_head; head < end_head; ++head) {
             score_tile.set_head(args, coord.batch, head);
             for (int tile = order.first; order.has(tile); tile = order.after(tile))

@@ -17,7 +17,7 @@
 //     q   BLOCK_Q * (HEAD_DIM + 4)             k   BLOCK_K * (HEAD_DIM + 4)
 //     p   BLOCK_Q * (WEIGHT_KEYS + 8)          v   BLOCK_K * (HEAD_DIM_V + 4)
 // The next K loads while this V is used, and V loads while K is used: two barriers per iteration.
-// With a float bias and WEIGHT_KEYS = BLOCK_K, each warp's biases load into its rows of p while S is
+// With a float bias and WEIGHT_KEYS = BLOCK_K, a warp's biases load into its rows of p while S is
 // computed (bias_tiles.cuh).
 //
 // Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
@@ -113,6 +113,31 @@ __device__ __forceinline__ void apply_mask(Scores& s, const LaneVisibility& visi
             if (NEGATE_SCORES) s[i][j] = -s[i][j];
             if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) s[i][j] = -infinity();
         }
+}
+
+// The scores of key tile `tile`, whose K is there; its V loads meanwhile, and is complete for the
+// calling thread.
+template <bool MASKED>
+__device__ __forceinline__ void compute_scores(
+    Scores& s, SharedPlan& shared, const KeyLoader<SharedPlan>& loader,
+    const ScoreMod<float>& score_mod, const LaneVisibility& visible, int tile, int warp_row) {
+    const int k_start = tile * BLOCK_K, q_start = visible.first_query - warp_row - lane_row();
+    float (*const rows)[WEIGHT_KEYS + 8] = shared.p.at + warp_row;
+    if constexpr (BIASES_IN_P)                              // with V; the last weights are used
+        load_biases<OneWarp, WARP_ROWS, BLOCK_K>(rows, score_mod, q_start + warp_row, k_start);
+    loader.load_v(tile);
+    const Ahead biases(score_mod, q_start, k_start);
+    gemm_abt<ROWS <= 4 ? 2 : 1>(s, shared.q, warp_row, shared.k, 0);
+    if constexpr (BIASES_IN_P) {
+        cp_async_wait<0>();                                 // V, and the lane's part of biases
+        __syncwarp();
+    }
+    biases.use();
+    if constexpr (!LINEAR)
+        apply_score_mod(s, score_mod, rows, visible.first_query, k_start + lane_column(),
+                        loader.shape.seqlen_k - loader.shape.seqlen_q);
+    apply_mask<MASKED>(s, visible);
+    if constexpr (!BIASES_IN_P) cp_async_wait<0>();
 }
 
 // acc += P V. The warp exchanges P through shared memory, WEIGHT_KEYS columns at a time. visible(i,
@@ -234,22 +259,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
         Scores s;
         cp_async_wait<0>();
         __syncthreads();
-        if constexpr (BIASES_IN_P)                          // with V; the last weights are used
-            load_biases<OneWarp, WARP_ROWS, BLOCK_K>(
-                shared.p.at + warp_row, options.score_mod, q_start + warp_row, k_start);
-        loader.load_v(tile);
-        const Ahead biases(options.score_mod, q_start, k_start);
-        gemm_abt<ROWS <= 4 ? 2 : 1>(s, shared.q, warp_row, shared.k, 0);
-        if constexpr (BIASES_IN_P) {
-            cp_async_wait<0>();                             // V, and the lane's part of biases
-            __syncwarp();
-        }
-        biases.use();
-        if constexpr (!LINEAR)
-            apply_score_mod(s, options.score_mod, shared.p.at + warp_row, first_query,
-                            k_start + lane_column(), shape.seqlen_k - shape.seqlen_q);
-        apply_mask<MASKED>(s, visible);
-        if constexpr (!BIASES_IN_P) cp_async_wait<0>();
+        compute_scores<MASKED>(s, shared, loader, options.score_mod, visible, tile, warp_row);
         const bool nonfinite = barrier_or_nonfinite<MASKED>(shared.v);
         next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (SKIPS_TILES ? next >= tiles.first : tile > tiles.first) loader.load_k(next);

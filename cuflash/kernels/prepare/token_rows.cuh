@@ -12,7 +12,8 @@ template <class Int> inline TokenRow split_row(Int row, Int num_heads, Int seqle
 
 // The row's indices. Past the last row, batch is shape.batch or more.
 inline TokenRow token_row(i64 row, const Shape& shape) {
-    if (row >> 32 == 0)                                     // a 64-bit division takes five times as long
+    // 64-bit divisions take several times as long.
+    if (row >> 32 == 0)
         return split_row<u32>(row, shape.num_heads_q, shape.seqlen_q);
     return split_row<i64>(row, shape.num_heads_q, shape.seqlen_q);
 }
