@@ -10,6 +10,16 @@ void* shared_memory(uint32_t address, int bytes, int alignment, Access access, S
     return shared_bytes + address;
 }
 
+int rank_in_cluster() { return thread->index / launch.block_threads; }
+
+uint32_t first_byte_of_block() {
+    return static_cast<uint32_t>(rank_in_cluster() * launch.block_shared);
+}
+
+uint32_t shared_of_rank(uint32_t address, int rank) {
+    return address + (rank - rank_in_cluster()) * launch.block_shared;
+}
+
 void check_global(const void* address, int bytes, int alignment, Access access, Site site) {
     const auto where = [&] { return here(site); };
     const auto number = reinterpret_cast<uint64_t>(address);

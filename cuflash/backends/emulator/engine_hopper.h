@@ -96,7 +96,11 @@ void land(Mbarrier& barrier) {
             g.write_syncs = 0;                              // the mbarrier orders lanes too
         };
         if (!load.map)
-            for (int i = 0; i < load.bytes; i += 2) write(load.target + i, load.source + i);
+            for (int i = 0; i < load.bytes; i += 2) {
+                write(load.target + i, load.source + i);
+                const auto from = load.source + i - shared_bytes;   // another block's?
+                if (from >= 0 && from < launch.shared) block->granules[from / GRANULE].leaving = 0;
+            }
         else
             for_each_row(*load.map, load.at, [&](const BoxRow& row) {
                 for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2)
@@ -182,6 +186,7 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
 // ---- Named barriers ----
 
 void named_barrier(int id, int threads, bool wait, Site site) {
+    if (launch.cluster > 1) fault(site, "named barriers of clusters are not modelled");
     if (id < 1 || id > 15) fault(site, "barrier %d, expected 1 to 15", id);
     if (threads % LANES != 0) fault(site, "a barrier of %d threads, not a multiple of 32", threads);
     NamedBarrier& barrier = block->named_barriers[id];
@@ -300,6 +305,13 @@ void load_box(uint32_t target, const void* pointer, uint32_t address, const int 
     end_phase(barrier);
 }
 
+void load_box_of_blocks(uint32_t target, const void* map, uint32_t barrier, uint32_t blocks,
+                        const int (&at)[4], Site site) {
+    for (int rank = 0; rank < launch.cluster; ++rank)
+        if (blocks >> rank & 1)
+            load_box(shared_of_rank(target, rank), map, shared_of_rank(barrier, rank), at, site);
+}
+
 namespace {
 
 void check_bulk(const void* array, uint32_t shared, int bytes, Access access, Site site) {
@@ -317,6 +329,22 @@ void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes
     for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
     barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
                              static_cast<const unsigned char*>(source), bytes});
+    end_phase(barrier);
+}
+
+void copy_shared(uint32_t target, uint32_t source, uint32_t address, int bytes, Site site) {
+    const auto where = [&] { return here(site); };
+    if (bytes <= 0 || bytes % 16 != 0)
+        fault(site, "a bulk copy of %d bytes, expected a multiple of 16", bytes);
+    check_alignment(source, 16, where);
+    check_alignment(target, 16, where);
+    Mbarrier& barrier = fenced_mbarrier_at(address, site);
+    check_shared(source, bytes, Access::READ, where, true);
+    for (int i = 0; i < bytes; i += GRANULE)
+        block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
+    for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
+    barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
+                             shared_bytes + source, bytes});
     end_phase(barrier);
 }
 
@@ -441,7 +469,7 @@ void check_end() {
 struct Descriptor {
     uint32_t start, panel, group;                           // bytes
     explicit Descriptor(uint64_t bits)
-        : start(static_cast<uint32_t>(bits & 0x3FFF) << 4),
+        : start(static_cast<uint32_t>(bits & 0xFFFF) << 4),    // 14 bits, more in a cluster
           panel(static_cast<uint32_t>(bits >> 16 & 0x3FFF) << 4),
           group(static_cast<uint32_t>(bits >> 32 & 0x3FFF) << 4) {}
     // K-major: `line` counts rows of A or columns of B, `step` runs along the sum.
