@@ -79,9 +79,11 @@ void read_launch(const std::string& folder) {
         }
     }
     launch.block_threads = launch.threads;
-    launch.block_shared = launch.shared;
+    // Each block's is aligned to the period of the 128-byte swizzle.
+    launch.block_shared =
+        launch.cluster > 1 ? (launch.shared + 1023) / 1024 * 1024 : launch.shared;
     launch.threads *= launch.cluster;
-    launch.shared *= launch.cluster;
+    launch.shared = launch.block_shared * launch.cluster;
     if (launch.shared > MOST_SHARED_BYTES) fail("shared memory");
 }
 

@@ -1,0 +1,37 @@
+// of_block, cluster_rank, shared_of_rank, cluster_sync, copy_to_block, mbarrier_arrive_for_cluster_if
+// and mbarrier_try_wait_for_cluster, on sm_90a: each of two blocks sends 512 bytes of x to the
+// other, which stores them to y, as many times as there are rounds. Shared memory: 1,088 bytes.
+// Constants: CLUSTER_BLOCKS, 2.
+#include "common/ptx.cuh"
+
+struct Arguments { const u32* x; u32* y; int rounds; };
+
+extern "C" __global__ void __cluster_dims__(CLUSTER_BLOCKS)
+cluster_exchange(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    u32* words = reinterpret_cast<u32*>(of_block(shared_bytes) + 64);
+    const u32 full = shared_address(words) - 64, empty = full + 8, own = full + 64;
+    const u32 received = own + 512, peer = cluster_rank() ^ 1;
+    if (threadIdx.x == 0) {
+        mbarrier_init(full, 1);
+        mbarrier_init(empty, 1);
+        fence_mbarrier_init();
+    }
+    cluster_sync();
+    for (int round = 0; round < a.rounds; ++round) {
+        const int first = (blockIdx.x * a.rounds + round) * 128;
+        while (!mbarrier_try_wait_for_cluster(empty, round % 2 ^ 1)) {}
+        for (int i = threadIdx.x; i < 128; i += 32) words[i] = a.x[first + i];
+        fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_expect(full, 512);
+            copy_to_block(shared_of_rank(received, peer), own, shared_of_rank(full, peer), 512);
+        }
+        while (!mbarrier_try_wait_for_cluster(full, round % 2)) {}
+        for (int i = threadIdx.x; i < 128; i += 32) a.y[first + i] = words[128 + i];
+        __syncwarp();
+        mbarrier_arrive_for_cluster_if(threadIdx.x == 0, shared_of_rank(empty, peer));
+    }
+    cluster_sync();
+}
