@@ -473,14 +473,13 @@ _CLUSTER_BLOCKS, _CLUSTER_HEAD_DIM = 2, 256
 
 
 def _in_clusters(problem: Problem, tile: Tile) -> bool:
-    """Whether a tile is for sm90/backward_cluster.cu: plain calls' at 256."""
+    """Whether a tile is for sm90/backward_cluster.cu: no options, at 256."""
     return (
         _is_wide(tile)
         and tile.num_stages == 2
         and head_dims(problem) == (_CLUSTER_HEAD_DIM, _CLUSTER_HEAD_DIM)
         and acts(problem) <= {"rows"}
         and not is_packed(problem)
-        and not problem.deterministic
     )
 
 
@@ -492,6 +491,7 @@ def _cluster_shared(problem: Problem, tile: Tile) -> int:
     tiles += 2 * tile_bytes(tile.block_k, tile.block_q)
     # q and dout; ds; k and v; work
     barriers = 4 * tile.num_stages + 3 + 4 + 3 * 2
+    barriers += 2 * tile.num_stages if problem.deterministic else 0
     return round_up(
         tiles
         + tile.num_stages * _rows_bytes(problem, tile)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from cuflash.plans.plan import device_of_arch, plan
-from helpers.backends import on_kernels
+from helpers import calls
+from helpers.backends import EMULATED, on_kernels
 from helpers.checks import check_gradients
-from helpers.data import Case, Emulation
+from helpers.compare import assert_bitwise
+from helpers.data import Case, Emulation, inputs
 from helpers.kernels import small_problem
 from helpers.option_cases import sizes
 
@@ -17,6 +19,7 @@ CAUSAL = Case(
     "float16", **sizes(1, 130, 321, 4, 2, 256, 256, causal=True),
     on=Emulation("sm_90a", num_sms=2, seed=1),
 )  # fmt: skip
+on_emulator = pytest.mark.parametrize("backend", [EMULATED])
 
 
 @on_kernels
@@ -43,6 +46,21 @@ def test_weights_of_one_key(backend, values):
 def test_blocks_in_any_order(backend, seed):
     on = Emulation("sm_90a", num_sms=4, seed=seed, resident=2)
     check_gradients(backend, replace(CAUSAL, dtype="bfloat16", on=on))
+
+
+@on_emulator
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_same_bits_in_every_order(backend, causal):
+    """As deterministic, by clusters that wait for one another."""
+    case = replace(CAUSAL, causal=causal, deterministic=True)
+    arrays = inputs(case)
+    runs = []
+    for seed in (1, 2):
+        on = Emulation("sm_90a", num_sms=4, seed=seed, resident=2)
+        runs.append(calls.gradients(backend, replace(case, on=on), *arrays))
+    for x, a, b in zip("qkv", *runs, strict=True):
+        assert_bitwise(a, b, f"d{x}")
+    check_gradients(backend, case)
 
 
 @on_kernels

@@ -22,13 +22,14 @@
 //
 // Grid: two blocks a cluster. Block: 4 warpgroups.
 //
-// Constants: as sm90/backward_wide.cu's, with two stages; NUM_WARPS and SCORE_WARPS_Q of dQ alone.
+// Constants: as sm90/backward_wide.cu's, with two stages; CLUSTER_BLOCKS, MULTICAST.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
 // mbarriers: as in backward_shared.cuh. *_empty: an arrival of each warp of the roles that read
 // last, if MULTICAST of both blocks. ds_full: an arrival of each score warp. ds_empty: of each warp
 // that reads dS^T, those of the other block too: dS^T is then free in both. peer_ds_full: the other
-// block's dS^T has arrived. work_ready: block 1 awaits a work tile.
+// block's dS^T has arrived. work_ready: block 1 awaits a work tile. DETERMINISTIC: DqOrder, of the
+// block's columns.
 //
 // Bad at: one stage of dS^T has room, so that scores wait where dQ is late.
 #include "sm90/backward_scores.cuh"
@@ -56,9 +57,10 @@ template <int COLUMNS> constexpr int PART_BYTES =
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
 static_assert(HEAD_DIM % 128 == 0 && HEAD_DIM_V % 128 == 0, "halves of whole panels");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
-static_assert(!OPTIONS && !PACKED && !DETERMINISTIC && !INTEGER_DQ, "plain calls");
+static_assert(!OPTIONS && !PACKED && !INTEGER_DQ, "calls without options");
+static_assert(DQ_SEMAPHORES == (DETERMINISTIC ? CLUSTER_BLOCKS : 0), "each half has its order");
 
-struct SharedPlan {
+struct SharedTiles {
     SmemTile<BLOCK_K, HEAD_DIM> k;
     SmemTile<BLOCK_K, HEAD_DIM_V> v;
     SmemTile<BLOCK_K, DQ_COLUMNS> peer_k;                   // the other block's keys
@@ -72,6 +74,7 @@ struct SharedPlan {
     u64 k_full, v_full, peer_k_full, kv_empty;
     u64 work_full[WORK_STAGES], work_empty[WORK_STAGES], work_ready[WORK_STAGES];
 };
+struct SharedPlan : SharedTiles, DqOrder<DETERMINISTIC ? 1 : 0> {};
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
@@ -94,10 +97,11 @@ __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
     init(shared.kv_empty, ROLE_WARPS);
     for (int i = 0; i < WORK_STAGES; ++i) {
         init(shared.work_full[i], 1);
-        // the three roles, the K/V producer, the sender of dS^T
-        init(shared.work_empty[i], 3 * ROLE_WARPS + 2);
+        // the three roles, the K/V producer, the sender of dS^T, the semaphores' warp
+        init(shared.work_empty[i], 3 * ROLE_WARPS + 2 + DETERMINISTIC);
         init(shared.work_ready[i], 1);
     }
+    shared.init_dq_order();
     fence_mbarrier_init();
 }
 
@@ -289,6 +293,7 @@ __device__ __forceinline__ void compute_dq(const Arguments& args, SharedPlan& sh
     const u64 ds = descriptor(shared_address(&shared.ds), 0);
     const u64 peer_ds = descriptor(shared_address(&shared.peer_ds), 0);
     PipelineState<1> stage;
+    PipelineState<STAGES> order;
     for (WorkState state;; ++state.count) {
         const WorkTile work = acquire_work_tile(shared, state);
         if (work.tile < 0) break;
@@ -297,7 +302,7 @@ __device__ __forceinline__ void compute_dq(const Arguments& args, SharedPlan& sh
         mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
         mbarrier_wait(shared_address(&shared.peer_k_full), state.kv_phase());
         QueryTileIterator it(args, query_tiles(args, work.tile, NoSequence{}), work);
-        for (; it.remaining > 0; it.next(args, work), stage.next()) {
+        for (; it.remaining > 0; it.next(args, work), stage.next(), order.next()) {
             const int index = query_tile_index(args, NoSequence{}, work.batch, it.head, it.tile);
             float* sums = dq_sum_tile(args.arrays.dq_sum, index) + first_sum;
             mbarrier_wait(shared_address(&shared.ds_full), stage.phase);
@@ -315,8 +320,10 @@ __device__ __forceinline__ void compute_dq(const Arguments& args, SharedPlan& sh
                 arrive_in_both(lane == 0 && is_last, shared_address(&shared.ds_empty));
                 mbarrier_arrive_if(lane == 0 && is_last && it.remaining == 1,
                                    shared_address(&shared.kv_empty));
+                if (part == 0) shared.wait_acquired(0, order);
                 add_dq(sums + dq_sum_step(0, part * (DQ_REGS / 4)), dq);
             }
+            shared.arrive_added(0, order);
         }
     }
 }
@@ -374,6 +381,7 @@ backward_sm90_cluster(const __grid_constant__ Arguments args) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce_queries_in_cluster(args, shared);
         if (threadIdx.x == 32) send_ds(args, shared);
+        if (threadIdx.x / 32 == 2) order_additions_of_pairs(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_keys_in_cluster(args, shared);
     } else if (role == 1) {
         warpgroup_reg_dealloc<QUERY_REGISTERS>();

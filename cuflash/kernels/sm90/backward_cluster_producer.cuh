@@ -8,6 +8,7 @@
 // the readers of both blocks have read it.
 #pragma once
 #include "sm90/backward_producer.cuh"
+#include "sm90/backward_dq_order.cuh"
 
 // ---- Clusters ----
 
@@ -33,8 +34,24 @@ struct alignas(16) SentWorkTile : WorkTile { int padding; };
 __device__ __forceinline__ int num_pairs(const Arguments& args) {
     return (num_key_tiles(args, BLOCK_K) + CLUSTER_BLOCKS - 1) / CLUSTER_BLOCKS;
 }
+// As next_index() and first_index().
 __device__ __forceinline__ int next_pair(const Arguments& args) {
-    return gridDim.x / CLUSTER_BLOCKS + atomicAdd(arrays_of(args).tile_counter, 1);
+    return (DETERMINISTIC ? 0 : gridDim.x / CLUSTER_BLOCKS)
+         + atomicAdd(arrays_of(args).tile_counter, 1);
+}
+__device__ __forceinline__ int first_pair(const Arguments& args) {
+    return DETERMINISTIC ? next_pair(args) : blockIdx.x / CLUSTER_BLOCKS;
+}
+// The work tile of an index; its tile is -1 after the last.
+__device__ __forceinline__ WorkTile pair_at(const Arguments& args, int index) {
+    const Shape& shape = args.arrays.shape;
+    const int pairs = num_pairs(args);
+    if (index >= pairs * shape.num_heads_kv * shape.batch) return {-1, 0, 0};
+    WorkTile work =
+        tile_of_block(index, pairs, shape.num_heads_kv, shape.batch, args.arrays.schedule);
+    if (LAST_KEYS_FIRST) order_keys(args, pairs, work);
+    work.tile *= CLUSTER_BLOCKS;
+    return work;
 }
 
 // Block 1 is ready to receive a work tile: its readers have read what stood there.
@@ -105,19 +122,13 @@ __device__ __forceinline__ void load_query_tile_in_cluster(
 // The Q producer, one thread. Block 0 requests the next index before a tile's last query tile.
 template <class Shared>
 __device__ __forceinline__ void produce_queries_in_cluster(const Arguments& args, Shared& shared) {
-    const Shape& shape = args.arrays.shape;
-    const int pairs = num_pairs(args);
     const bool leads = cluster_rank() == 0;
     PipelineState<STAGES> stage;
     WorkState state;
-    for (int index = blockIdx.x / CLUSTER_BLOCKS;; ++state.count) {
-        WorkTile work = {-1, 0, 0};
+    for (int index = leads ? first_pair(args) : 0;; ++state.count) {
+        WorkTile work;
         if (leads) {
-            if (index < pairs * shape.num_heads_kv * shape.batch) {
-                work = tile_of_block(
-                    index, pairs, shape.num_heads_kv, shape.batch, args.arrays.schedule);
-                work.tile *= CLUSTER_BLOCKS;
-            }
+            work = pair_at(args, index);
             send_work_tile(shared, state, work);
         } else {
             work = receive_work_tile(shared, state);
@@ -172,6 +183,43 @@ __device__ __forceinline__ void send_ds(const Arguments& args, Shared& shared) {
             mbarrier_arrive_expect(full, sizeof shared.ds);
             copy_to_block(peer_address(shared_address(&shared.peer_ds)), ds, peer_address(full),
                           sizeof shared.ds);
+        }
+    }
+}
+
+// If DETERMINISTIC, a warp acquires and releases the semaphore of the block's columns of each query
+// tile's dQ, as DqOrder::order_additions() does for key tiles: here the order is that of pairs.
+template <class Shared>
+__device__ __forceinline__ void order_additions_of_pairs(const Arguments& args, Shared& shared) {
+    if constexpr (DETERMINISTIC) {
+        const int lane = threadIdx.x % 32;
+        PipelineState<STAGES> stage;
+        for (WorkState state;; ++state.count) {
+            const WorkTile work = acquire_work_tile(shared, state);
+            if (work.tile < 0) break;
+            __syncwarp();
+            release_work_tile(shared, state, lane == 0);
+            const int pair = work.tile / CLUSTER_BLOCKS;
+            const bool last_keys_first = starts_with_last_keys(args, work);
+            const int rank = last_keys_first ? num_pairs(args) - 1 - pair : pair;
+            // The pair of the rank before visits query tiles from first_before on.
+            const int first_before = last_keys_first
+                ? query_tiles(args, work.tile + CLUSTER_BLOCKS, NoSequence{}).first : 0;
+            QueryTileIterator it(args, query_tiles(args, work.tile, NoSequence{}), work);
+            for (; it.remaining > 0; it.next(args, work), stage.next()) {
+                const int tile =
+                    query_tile_index(args, NoSequence{}, work.batch, it.head, it.tile);
+                int* semaphore = dq_semaphores(args, tile) + cluster_rank();
+                // Predecessors have smaller indices and have started: the wait ends.
+                if (lane == 0 && rank > 0 && it.tile >= first_before)
+                    while (load_acquire(semaphore) != rank) {}
+                __syncwarp();
+                mbarrier_arrive_if(lane == 0, barrier_at(shared.acquired[0], stage.index));
+                mbarrier_wait(barrier_at(shared.added[0], stage.index), stage.phase);
+                __syncwarp();
+                if (lane == 0) store_release(semaphore, rank + 1);
+                __syncwarp();
+            }
         }
     }
 }
