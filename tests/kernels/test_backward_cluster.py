@@ -16,7 +16,7 @@ from helpers.option_cases import sizes
 
 # One cluster, which takes one pair of key tiles after another.
 CAUSAL = Case(
-    "float16", **sizes(1, 130, 321, 4, 2, 256, 256, causal=True),
+    "float16", **sizes(1, 70, 200, 4, 2, 256, 256, causal=True),
     on=Emulation("sm_90a", num_sms=2, seed=1),
 )  # fmt: skip
 on_emulator = pytest.mark.parametrize("backend", [EMULATED])
