@@ -40,6 +40,9 @@ bool wait_for_all(const char* operation, bool predicate, Site site);
 // Of the calling thread's block. Shared memory has the memory of all blocks, one after another.
 int rank_in_cluster();
 uint32_t first_byte_of_block();
+// A shared address has the block's rank above bit 24, as on an H200. `offset`: from shared_bytes.
+extern int blocks_of_cluster;
+uint32_t address_in_cluster(int64_t offset);
 // What stands at `address`, in the shared memory of another block.
 uint32_t shared_of_rank(uint32_t address, int rank);
 

@@ -31,6 +31,7 @@ void acquire_epochs(const std::vector<uint32_t>& published, int warp) {
 
 // ---- mbarriers ----
 
+// `address`: an offset in shared_bytes, here and below; threads' addresses are those of a cluster.
 Mbarrier& mbarrier_at(uint32_t address, Site site) {
     const auto found = block->mbarriers.find(address);
     if (found == block->mbarriers.end())
@@ -137,6 +138,7 @@ void end_phase(Mbarrier& barrier) {
 
 void mbarrier_init(uint32_t address, int arrivals, Site site) {
     shared_memory(address, 8, 8, Access::WRITE, site);
+    address = offset_of(address);
     if (arrivals < 1) fault(site, "an mbarrier of %d arrivals", arrivals);
     Mbarrier barrier{};
     barrier.expected = barrier.missing = arrivals;
@@ -151,6 +153,7 @@ void fence_mbarrier_init() {
 }
 
 void mbarrier_arrive(uint32_t address, int bytes, Site site) {
+    address = offset_of(address);
     Mbarrier& barrier = mbarrier_at(address, site);
     if (barrier.missing == 0) {
         // The phase has all its arrivals and only bytes are in flight: they land now.
@@ -169,6 +172,7 @@ void mbarrier_arrive(uint32_t address, int bytes, Site site) {
 }
 
 bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
+    address = offset_of(address);
     Mbarrier* barrier = &mbarrier_at(address, site);
     if (barrier->phase % 2 == parity) {
         if (draw(4) == 0) return false;                     // try_wait may time out
@@ -293,6 +297,8 @@ void expect_chunk(uint32_t to, Site site) {
 
 void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
               Site site) {
+    target = offset_of(target);
+    address = offset_of(address);
     const TensorMap& map = checked_map(pointer, at, target, site);
     Mbarrier& barrier = fenced_mbarrier_at(address, site);
     for_each_row(map, at, [&](const BoxRow& row) {
@@ -324,6 +330,8 @@ void check_bulk(const void* array, uint32_t shared, int bytes, Access access, Si
 }  // namespace
 
 void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes, Site site) {
+    target = offset_of(target);
+    address = offset_of(address);
     check_bulk(source, target, bytes, Access::READ, site);
     Mbarrier& barrier = fenced_mbarrier_at(address, site);
     for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
@@ -333,6 +341,9 @@ void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes
 }
 
 void copy_shared(uint32_t target, uint32_t source, uint32_t address, int bytes, Site site) {
+    target = offset_of(target);
+    source = offset_of(source);
+    address = offset_of(address);
     const auto where = [&] { return here(site); };
     if (bytes <= 0 || bytes % 16 != 0)
         fault(site, "a bulk copy of %d bytes, expected a multiple of 16", bytes);
@@ -349,6 +360,7 @@ void copy_shared(uint32_t target, uint32_t source, uint32_t address, int bytes, 
 }
 
 void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site site) {
+    source = offset_of(source);
     const TensorMap& map = checked_map(pointer, at, source, site);
     const auto where = [&] { return here(site); };
     for_each_row(map, at, [&](const BoxRow& row) {
@@ -367,6 +379,7 @@ namespace {
 
 [[gnu::always_inline]] inline void add_in_bulk(
     void* target, uint32_t source, int bytes, bool adds_ints, Site site) {
+    source = offset_of(source);
     check_bulk(target, source, bytes, Access::WRITE, site);
     check_shared(source, bytes, Access::READ, [&] { return here(site); }, true);
     for (int i = 0; i < bytes; i += GRANULE)
@@ -469,7 +482,7 @@ void check_end() {
 struct Descriptor {
     uint32_t start, panel, group;                           // bytes
     explicit Descriptor(uint64_t bits)
-        : start(static_cast<uint32_t>(bits & 0xFFFF) << 4),    // 14 bits, more in a cluster
+        : start((static_cast<uint32_t>(bits & 0x3FFF) << 4) + first_byte_of_block()),
           panel(static_cast<uint32_t>(bits >> 16 & 0x3FFF) << 4),
           group(static_cast<uint32_t>(bits >> 32 & 0x3FFF) << 4) {}
     // K-major: `line` counts rows of A or columns of B, `step` runs along the sum.

@@ -2,6 +2,9 @@
 #pragma once
 
 namespace emulator {
+
+int blocks_of_cluster = 1;
+
 namespace {
 
 // An array of the launch, mapped at the address in the argument struct. Array i lies in address
@@ -84,6 +87,7 @@ void read_launch(const std::string& folder) {
         launch.cluster > 1 ? (launch.shared + 1023) / 1024 * 1024 : launch.shared;
     launch.threads *= launch.cluster;
     launch.shared = launch.block_shared * launch.cluster;
+    blocks_of_cluster = launch.cluster;
     if (launch.shared > MOST_SHARED_BYTES) fail("shared memory");
 }
 

@@ -125,7 +125,9 @@ inline void mma_16x8x8(
 // ---- Shared memory ----
 
 inline u32 shared_address(const void* pointer) {
-    return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared_bytes);
+    const auto offset = static_cast<const unsigned char*>(pointer) - shared_bytes;
+    return emulator::blocks_of_cluster > 1 ? emulator::address_in_cluster(offset)
+                                           : static_cast<u32>(offset);
 }
 
 // ---- Clusters ----
@@ -140,12 +142,8 @@ inline u32 shared_of_rank(u32 address, u32 rank) {
     return emulator::shared_of_rank(address, static_cast<int>(rank));
 }
 
-inline void mbarrier_arrive_for_cluster_if(bool condition, u32 barrier, EMULATOR_SITE) {
+inline void mbarrier_arrive_in_cluster_if(bool condition, u32 barrier, EMULATOR_SITE) {
     if (condition) emulator::mbarrier_arrive(barrier, 0, {file, line});
-}
-
-inline bool mbarrier_try_wait_for_cluster(u32 barrier, u32 parity, EMULATOR_SITE) {
-    return emulator::mbarrier_try_wait(barrier, parity, {file, line});
 }
 
 inline void copy_to_block(u32 target, u32 source, u32 barrier, int bytes, EMULATOR_SITE) {

@@ -505,7 +505,8 @@ __device__ __forceinline__ u32 cluster_rank() {
 __device__ __forceinline__ unsigned char* of_block(unsigned char* shared) { return shared; }
 
 // The address, among those of the cluster, of what stands at `address` in the shared memory of
-// block `rank`. PTX ISA: mapa.
+// block `rank`. As seen on an H200, bits 24 and up are the rank, in a block's own addresses too, so
+// that these have more bits than a matrix descriptor. PTX ISA: mapa.
 __device__ __forceinline__ u32 shared_of_rank(u32 address, u32 rank) {
     u32 mapped;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
@@ -518,22 +519,13 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// mbarrier_arrive_if() at an address of the cluster. PTX ISA: mbarrier.arrive.
-__device__ __forceinline__ void mbarrier_arrive_for_cluster_if(bool condition, u32 barrier) {
+// mbarrier_arrive_if() at an address of the cluster. Orders no accesses of this thread before those
+// of other blocks (ptxas would wait for all of them: MEMBAR.GPU): only for barriers that say that a
+// matmul has read what another block then overwrites. PTX ISA: mbarrier.arrive.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster_if(bool condition, u32 barrier) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0;"
-                 " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0]; }"
+                 " @p mbarrier.arrive.shared::cluster.b64 _, [%0]; }"
                  :: "r"(barrier), "r"(static_cast<u32>(condition)) : "memory");
-}
-
-// mbarrier_try_wait() at the block's own barrier, which observes arrivals of the whole cluster. PTX
-// ISA: mbarrier.try_wait.
-__device__ __forceinline__ bool mbarrier_try_wait_for_cluster(u32 barrier, u32 parity) {
-    u32 ended;
-    asm volatile("{ .reg .pred p;"
-                 " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
-                 " selp.u32 %0, 1, 0, p; }"
-                 : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
-    return ended != 0;
 }
 
 // Starts the copy of `bytes` contiguous bytes of the block's shared memory to another block's; on

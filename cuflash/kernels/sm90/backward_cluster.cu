@@ -167,21 +167,22 @@ struct Iterate {
         warpgroup_fence_operand(s);
         wgmma_fence();
         gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM>(
-            s, descriptor(shared_address(&shared.k), 0),
-            advance(descriptor(shared_address(&shared.q), 0), stage * sizeof shared.q[0]));
+            s, own_descriptor(shared_address(&shared.k), 0),
+            advance(own_descriptor(shared_address(&shared.q), 0), stage * sizeof shared.q[0]));
         wgmma_commit();
         mbarrier_wait(barrier_at(shared.dout_full, stage), next.phase());
         warpgroup_fence_operand(dp);
         wgmma_fence();
         gemm_abt_ss<Element, 1, BLOCK_K, BLOCK_Q, HEAD_DIM_V>(
-            dp, descriptor(shared_address(&shared.v), 0),
-            advance(descriptor(shared_address(&shared.dout), 0), stage * sizeof shared.dout[0]));
+            dp, own_descriptor(shared_address(&shared.v), 0),
+            advance(own_descriptor(shared_address(&shared.dout), 0),
+                    stage * sizeof shared.dout[0]));
         wgmma_commit();
     }
     // dV += P^T dO
     __device__ __forceinline__ void issue_dv(const u32 (&p)[S_REGS / 2], bool accumulate) const {
         const u64 dout = advance(
-            descriptor(shared_address(&shared.dout), BLOCK_Q * PANEL_ROW_BYTES),
+            own_descriptor(shared_address(&shared.dout), BLOCK_Q * PANEL_ROW_BYTES),
             iteration.stage() * sizeof shared.dout[0]);
         #pragma unroll
         for (int part = 0; part < GRADIENT_PARTS; ++part) warpgroup_fence_operand(dv[part]);
@@ -220,7 +221,7 @@ struct Iterate {
         }
         mask(dp, rows);
         pack_pairs<Element>(ds, dp);
-        mbarrier_wait_for_cluster(shared_address(&shared.ds_empty), iteration.ds_phase() ^ 1);
+        mbarrier_wait(shared_address(&shared.ds_empty), iteration.ds_phase() ^ 1);
         publish(shared_address(&shared.ds), shared_address(&shared.ds_full), ds, warp_row, lane);
         if (!last.value) issue_scores({iteration.count + 1});
         wgmma_wait<last.value ? 0 : 2>();                   // dV
@@ -286,12 +287,12 @@ __device__ __forceinline__ void issue_dq(
 __device__ __forceinline__ void compute_dq(const Arguments& args, SharedPlan& shared) {
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, rank = cluster_rank();
     const int first_sum = dq_sum_first(thread) + dq_sum_step(0, rank * (DQ_COLUMNS / 8));
-    const u64 k_columns = descriptor(
+    const u64 k_columns = own_descriptor(
         shared_address(&shared.k) + rank * (DQ_COLUMNS / PANEL_COLUMNS) * K_PANEL_BYTES,
         K_PANEL_BYTES);
-    const u64 peer_k_columns = descriptor(shared_address(&shared.peer_k), K_PANEL_BYTES);
-    const u64 ds = descriptor(shared_address(&shared.ds), 0);
-    const u64 peer_ds = descriptor(shared_address(&shared.peer_ds), 0);
+    const u64 peer_k_columns = own_descriptor(shared_address(&shared.peer_k), K_PANEL_BYTES);
+    const u64 ds = own_descriptor(shared_address(&shared.ds), 0);
+    const u64 peer_ds = own_descriptor(shared_address(&shared.peer_ds), 0);
     PipelineState<1> stage;
     PipelineState<STAGES> order;
     for (WorkState state;; ++state.count) {
@@ -313,7 +314,7 @@ __device__ __forceinline__ void compute_dq(const Arguments& args, SharedPlan& sh
                 warpgroup_fence_operand(dq);
                 issue_dq(dq, ds, advance(k_columns, part * K_PANEL_BYTES), false);
                 if (part == 0)
-                    mbarrier_wait_for_cluster(shared_address(&shared.peer_ds_full), stage.phase);
+                    mbarrier_wait(shared_address(&shared.peer_ds_full), stage.phase);
                 issue_dq(dq, peer_ds, advance(peer_k_columns, part * K_PANEL_BYTES), true);
                 wgmma_wait<0>();
                 warpgroup_fence_operand(dq);
@@ -332,8 +333,8 @@ __device__ __forceinline__ void compute_dq(const Arguments& args, SharedPlan& sh
 
 __device__ __forceinline__ void compute_dk(const Arguments& args, SharedPlan& shared) {
     const int lane = threadIdx.x % 32;
-    const u64 ds = descriptor(shared_address(&shared.ds), 0);
-    const u64 q_columns = descriptor(shared_address(&shared.q), BLOCK_Q * PANEL_ROW_BYTES);
+    const u64 ds = own_descriptor(shared_address(&shared.ds), 0);
+    const u64 q_columns = own_descriptor(shared_address(&shared.q), BLOCK_Q * PANEL_ROW_BYTES);
     float dk[GRADIENT_PARTS][PART_REGS<HEAD_DIM>];
     PipelineState<STAGES> stage;
     PipelineState<1> ds_stage;

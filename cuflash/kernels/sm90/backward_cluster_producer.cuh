@@ -18,13 +18,10 @@ static_assert(CLUSTER_BLOCKS == 2, "a block has one peer");
 __device__ __forceinline__ u32 peer_address(u32 address) {
     return shared_of_rank(address, cluster_rank() ^ 1);
 }
-__device__ __forceinline__ void mbarrier_wait_for_cluster(u32 barrier, u32 phase) {
-    while (!mbarrier_try_wait_for_cluster(barrier, phase)) {}
-}
 // Arrives at a barrier of this block and at the other's of the same name.
 __device__ __forceinline__ void arrive_in_both(bool condition, u32 barrier) {
     mbarrier_arrive_if(condition, barrier);
-    mbarrier_arrive_for_cluster_if(condition, peer_address(barrier));
+    mbarrier_arrive_in_cluster_if(condition, peer_address(barrier));
 }
 
 // ---- Work tiles ----
@@ -60,8 +57,8 @@ __device__ __forceinline__ WorkTile receive_work_tile(Shared& shared, WorkState 
     const int stage = state.stage();
     mbarrier_wait(shared_address(&shared.work_empty[stage]), state.phase() ^ 1);
     mbarrier_arrive_expect(shared_address(&shared.work_full[stage]), sizeof(SentWorkTile));
-    mbarrier_arrive_for_cluster_if(true, peer_address(shared_address(&shared.work_ready[stage])));
-    mbarrier_wait_for_cluster(shared_address(&shared.work_full[stage]), state.phase());
+    mbarrier_arrive_in_cluster_if(true, peer_address(shared_address(&shared.work_ready[stage])));
+    mbarrier_wait(shared_address(&shared.work_full[stage]), state.phase());
     return shared.work_tiles[stage];
 }
 template <class Shared>
@@ -69,7 +66,7 @@ __device__ __forceinline__ void send_work_tile(
     Shared& shared, WorkState state, const WorkTile& work) {
     const int stage = state.stage();
     mbarrier_wait(shared_address(&shared.work_empty[stage]), state.phase() ^ 1);
-    mbarrier_wait_for_cluster(shared_address(&shared.work_ready[stage]), state.phase());
+    mbarrier_wait(shared_address(&shared.work_ready[stage]), state.phase());
     static_cast<WorkTile&>(shared.work_tiles[stage]) = work;
     shared.work_tiles[stage].padding = 0;
     fence_async_proxy();
@@ -104,7 +101,7 @@ template <class Shared>
 __device__ __forceinline__ void load_query_tile_in_cluster(
     const Arguments& args, Shared& shared, PipelineState<STAGES> stage, const WorkTile& work,
     const QueryTileIterator& it) {
-    mbarrier_wait_for_cluster(shared_address(&shared.q_empty[stage.index]), stage.phase ^ 1);
+    mbarrier_wait(shared_address(&shared.q_empty[stage.index]), stage.phase ^ 1);
     const u32 q_full = shared_address(&shared.q_full[stage.index]);
     const u32 dout_full = shared_address(&shared.dout_full[stage.index]);
     const int token = it.tile * BLOCK_Q;
@@ -114,7 +111,7 @@ __device__ __forceinline__ void load_query_tile_in_cluster(
               static_cast<const QueryRows*>(args.arrays.delta)
                   + query_tile_index(args, NoSequence{}, work.batch, it.head, it.tile),
               q_full, sizeof(QueryRows));
-    mbarrier_wait_for_cluster(shared_address(&shared.dout_empty[stage.index]), stage.phase ^ 1);
+    mbarrier_wait(shared_address(&shared.dout_empty[stage.index]), stage.phase ^ 1);
     load_shared_tile<HEAD_DIM_V>(shared_address(&shared.dout[stage.index]), args.dout_map,
                                  dout_full, token, it.head, work.batch, 0);
 }

@@ -22,7 +22,7 @@ cluster_source_overwritten(const __grid_constant__ Arguments a) {
     }
     cluster_sync();                                             // the copy may still be under way
     if (cluster_rank() == 1) {
-        while (!mbarrier_try_wait_for_cluster(full, 0)) {}
+        while (!mbarrier_try_wait(full, 0)) {}
         for (int i = threadIdx.x; i < 64; i += 32) a.out[i] = words[i];
     }
     cluster_sync();

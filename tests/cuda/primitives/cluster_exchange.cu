@@ -1,6 +1,6 @@
-// of_block, cluster_rank, shared_of_rank, cluster_sync, copy_to_block, mbarrier_arrive_for_cluster_if
-// and mbarrier_try_wait_for_cluster, on sm_90a: each of two blocks sends 512 bytes of x to the
-// other, which stores them to y, as many times as there are rounds. Shared memory: 1,088 bytes.
+// of_block, cluster_rank, shared_of_rank, cluster_sync, copy_to_block and
+// mbarrier_arrive_in_cluster_if, on sm_90a: each of two blocks sends 512 bytes of x to the other,
+// which stores them to y, as many times as there are rounds. Shared memory: 1,088 bytes.
 // Constants: CLUSTER_BLOCKS, 2.
 #include "common/ptx.cuh"
 
@@ -20,7 +20,7 @@ cluster_exchange(const __grid_constant__ Arguments a) {
     cluster_sync();
     for (int round = 0; round < a.rounds; ++round) {
         const int first = (blockIdx.x * a.rounds + round) * 128;
-        while (!mbarrier_try_wait_for_cluster(empty, round % 2 ^ 1)) {}
+        while (!mbarrier_try_wait(empty, round % 2 ^ 1)) {}
         for (int i = threadIdx.x; i < 128; i += 32) words[i] = a.x[first + i];
         fence_async_proxy();
         __syncwarp();
@@ -28,10 +28,10 @@ cluster_exchange(const __grid_constant__ Arguments a) {
             mbarrier_arrive_expect(full, 512);
             copy_to_block(shared_of_rank(received, peer), own, shared_of_rank(full, peer), 512);
         }
-        while (!mbarrier_try_wait_for_cluster(full, round % 2)) {}
+        while (!mbarrier_try_wait(full, round % 2)) {}
         for (int i = threadIdx.x; i < 128; i += 32) a.y[first + i] = words[128 + i];
         __syncwarp();
-        mbarrier_arrive_for_cluster_if(threadIdx.x == 0, shared_of_rank(empty, peer));
+        mbarrier_arrive_in_cluster_if(threadIdx.x == 0, shared_of_rank(empty, peer));
     }
     cluster_sync();
 }

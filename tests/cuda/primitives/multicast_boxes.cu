@@ -18,7 +18,7 @@ multicast_boxes(const __grid_constant__ Arguments a) {
     }
     cluster_sync();
     if (threadIdx.x == 0) tma_load_multicast(tiles + rank * BYTES, a.x, barrier, 3, 0, 0, rank, 0);
-    while (!mbarrier_try_wait_for_cluster(barrier, 0)) {}
+    while (!mbarrier_try_wait(barrier, 0)) {}
     for (int i = threadIdx.x; i < ROWS * 16; i += 32) {
         const int row = i / 8, chunk = i % 8;
         static_cast<uint4*>(a.seen)[rank * ROWS * 16 + i] =
