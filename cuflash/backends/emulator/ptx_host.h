@@ -150,6 +150,11 @@ inline void copy_to_block(u32 target, u32 source, u32 barrier, int bytes, EMULAT
     emulator::copy_shared(target, source, barrier, bytes, {file, line});
 }
 
+inline void copy_to_block_if(
+    bool condition, u32 target, u32 source, u32 barrier, int bytes, EMULATOR_SITE) {
+    if (condition) emulator::copy_shared(target, source, barrier, bytes, {file, line});
+}
+
 EMULATOR_CALLED void tma_load_multicast(
     u32 target, const TensorMap& map, u32 barrier, u32 blocks, int x0, int x1, int x2, int x3,
     EMULATOR_SITE) {
@@ -312,6 +317,11 @@ inline void cp_async_mbarrier_arrive(u32 barrier, EMULATOR_SITE) {
 
 inline void mbarrier_arrive_expect(u32 barrier, int bytes, EMULATOR_SITE) {
     emulator::mbarrier_arrive(barrier, bytes, {file, line});
+}
+
+inline void mbarrier_arrive_expect_if(
+    bool condition, u32 barrier, int bytes, EMULATOR_SITE) {
+    if (condition) emulator::mbarrier_arrive(barrier, bytes, {file, line});
 }
 
 inline bool mbarrier_try_wait(u32 barrier, u32 parity, EMULATOR_SITE) {

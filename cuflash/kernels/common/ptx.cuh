@@ -481,6 +481,14 @@ __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, int bytes) {
                  :: "r"(barrier), "r"(bytes) : "memory");
 }
 
+// The same if `condition`, by a predicate.
+__device__ __forceinline__ void mbarrier_arrive_expect_if(
+    bool condition, u32 barrier, int bytes) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0;"
+                 " @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1; }"
+                 :: "r"(barrier), "r"(bytes), "r"(static_cast<u32>(condition)) : "memory");
+}
+
 // Whether the phase of this parity has completed, with acquire semantics. May suspend the thread
 // for a limited time before it returns false. PTX ISA: mbarrier.try_wait.
 __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
@@ -536,6 +544,16 @@ __device__ __forceinline__ void copy_to_block(u32 target, u32 source, u32 barrie
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
                  " [%0], [%1], %3, [%2];"
                  :: "r"(target), "r"(source), "r"(barrier), "r"(bytes) : "memory");
+}
+
+// The same if `condition`, by a predicate.
+__device__ __forceinline__ void copy_to_block_if(
+    bool condition, u32 target, u32 source, u32 barrier, int bytes) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0;"
+                 " @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %3, [%2]; }"
+                 :: "r"(target), "r"(source), "r"(barrier), "r"(bytes),
+                    "r"(static_cast<u32>(condition)) : "memory");
 }
 
 // tma_load() to the same addresses of all blocks of the cluster whose bits of `blocks` are set,

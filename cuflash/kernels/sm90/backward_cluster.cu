@@ -8,9 +8,9 @@
 // a block's (backward_cluster_producer.cuh). Both blocks visit the same query tiles. Each sends its
 // dS^T to the other's shared memory, so that each computes dQ from all 128 keys, but only half of
 // its columns: a cluster adds half as much to the sums of dQ as two blocks would. Warpgroup 0
-// produces: it loads tiles, and sends dS^T. Each of the others has a role:
+// produces: it loads tiles. Each of the others has a role:
 //     1, queries     half of the columns of dQ, added from registers to a sum in global memory
-//     2, scores      S^T, dP^T, P^T and dS^T, which goes to shared memory; dV += P^T dO
+//     2, scores      S^T, dP^T, P^T, and dS^T, which it stores and sends; dV += P^T dO
 //     3, gradient    dK += dS^T Q
 // finish/dq.cu scales and rounds the sums of dQ.
 //
@@ -90,15 +90,15 @@ __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
     }
     init(shared.ds_full, ROLE_WARPS);
     init(shared.ds_empty, (1 + CLUSTER_BLOCKS) * ROLE_WARPS);   // dK; dQ of both blocks
-    init(shared.peer_ds_full, 1);
+    init(shared.peer_ds_full, ROLE_WARPS);
     init(shared.k_full, 1);
     init(shared.v_full, 1);
     init(shared.peer_k_full, 1);
     init(shared.kv_empty, ROLE_WARPS);
     for (int i = 0; i < WORK_STAGES; ++i) {
         init(shared.work_full[i], 1);
-        // the three roles, the K/V producer, the sender of dS^T, the semaphores' warp
-        init(shared.work_empty[i], 3 * ROLE_WARPS + 2 + DETERMINISTIC);
+        // the three roles, the K/V producer, the semaphores' warp
+        init(shared.work_empty[i], 3 * ROLE_WARPS + 1 + DETERMINISTIC);
         init(shared.work_ready[i], 1);
     }
     shared.init_dq_order();
@@ -200,6 +200,19 @@ struct Iterate {
         const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, {}};
         zero_masked(x, mask, MaskBounds(mask, {}, first_key), rows.q_start + lane % 4 * 2);
     }
+    // Each warp stores its 16 rows of dS^T, and sends them to the other block. The other's previous
+    // dS^T has been read: ds_empty is complete.
+    __device__ __forceinline__ void send_ds(const u32 (&ds)[S_REGS / 2]) const {
+        constexpr int WARP_BYTES = 16 * PANEL_ROW_BYTES;
+        const u32 rows = shared_address(&shared.ds) + warp_row * PANEL_ROW_BYTES;
+        const u32 received = shared_address(&shared.peer_ds) + warp_row * PANEL_ROW_BYTES;
+        const u32 full = shared_address(&shared.peer_ds_full);
+        mbarrier_arrive_expect_if(lane == 0, full, WARP_BYTES);
+        publish(shared_address(&shared.ds), shared_address(&shared.ds_full), ds, warp_row, lane);
+        copy_to_block_if(
+            lane == 0, peer_address(received), rows, peer_address(full), WARP_BYTES);
+        __syncwarp();
+    }
     template <class Last> __device__ __forceinline__ void operator()(Last last, bool first) const {
         u32 p[S_REGS / 2], ds[S_REGS / 2];
         const QueryRows& rows = shared.rows[iteration.stage()];
@@ -222,7 +235,7 @@ struct Iterate {
         mask(dp, rows);
         pack_pairs<Element>(ds, dp);
         mbarrier_wait(shared_address(&shared.ds_empty), iteration.ds_phase() ^ 1);
-        publish(shared_address(&shared.ds), shared_address(&shared.ds_full), ds, warp_row, lane);
+        send_ds(ds);
         if (!last.value) issue_scores({iteration.count + 1});
         wgmma_wait<last.value ? 0 : 2>();                   // dV
         #pragma unroll
@@ -381,8 +394,7 @@ backward_sm90_cluster(const __grid_constant__ Arguments args) {
     if (role == 0) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce_queries_in_cluster(args, shared);
-        if (threadIdx.x == 32) send_ds(args, shared);
-        if (threadIdx.x / 32 == 2) order_additions_of_pairs(args, shared);
+        if (threadIdx.x / 32 == 1) order_additions_of_pairs(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_keys_in_cluster(args, shared);
     } else if (role == 1) {
         warpgroup_reg_dealloc<QUERY_REGISTERS>();

@@ -163,27 +163,6 @@ __device__ __forceinline__ void produce_keys_in_cluster(const Arguments& args, S
     }
 }
 
-// Sends dS^T of each iteration to the other block, one thread. The other's last dS^T has been read
-// when ds_empty is complete, for which the score warps have waited.
-template <class Shared>
-__device__ __forceinline__ void send_ds(const Arguments& args, Shared& shared) {
-    const u32 ds = shared_address(&shared.ds), full = shared_address(&shared.peer_ds_full);
-    PipelineState<1> stage;
-    for (WorkState state;; ++state.count) {
-        const WorkTile work = acquire_work_tile(shared, state);
-        if (work.tile < 0) return;
-        mbarrier_arrive(shared_address(&shared.work_empty[state.stage()]));
-        int remaining =
-            QueryTileIterator(args, query_tiles(args, work.tile, NoSequence{}), work).remaining;
-        for (; remaining > 0; --remaining, stage.next()) {
-            mbarrier_wait(shared_address(&shared.ds_full), stage.phase);
-            mbarrier_arrive_expect(full, sizeof shared.ds);
-            copy_to_block(peer_address(shared_address(&shared.peer_ds)), ds, peer_address(full),
-                          sizeof shared.ds);
-        }
-    }
-}
-
 // If DETERMINISTIC, a warp acquires and releases the semaphore of the block's columns of each query
 // tile's dQ, as DqOrder::order_additions() does for key tiles: here the order is that of pairs.
 template <class Shared>
