@@ -1,6 +1,7 @@
-// of_block, cluster_rank, shared_of_rank, cluster_sync, copy_to_block and
-// mbarrier_arrive_in_cluster_if, on sm_90a: each of two blocks sends 512 bytes of x to the other,
-// which stores them to y, as many times as there are rounds. Shared memory: 1,088 bytes.
+// of_block, cluster_rank, shared_of_rank, cluster_sync, copy_to_block and, in odd rounds,
+// copy_to_block_if, mbarrier_arrive_expect_if, mbarrier_arrive_in_cluster_if, on sm_90a: each of two
+// blocks sends 512 bytes of x to the other, which stores them to y, as many times as there are
+// rounds. Shared memory: 1,088 bytes.
 // Constants: CLUSTER_BLOCKS, 2.
 #include "common/ptx.cuh"
 
@@ -24,10 +25,16 @@ cluster_exchange(const __grid_constant__ Arguments a) {
         for (int i = threadIdx.x; i < 128; i += 32) words[i] = a.x[first + i];
         fence_async_proxy();
         __syncwarp();
-        if (threadIdx.x == 0) {
+        const u32 to = shared_of_rank(received, peer), its_full = shared_of_rank(full, peer);
+        const bool sends = threadIdx.x == 0;
+        if (round % 2 == 0 && sends) {
             mbarrier_arrive_expect(full, 512);
-            copy_to_block(shared_of_rank(received, peer), own, shared_of_rank(full, peer), 512);
+            copy_to_block(to, own, its_full, 512);
+        } else {
+            mbarrier_arrive_expect_if(round % 2 == 1 && sends, full, 512);
+            copy_to_block_if(round % 2 == 1 && sends, to, own, its_full, 512);
         }
+        __syncwarp();
         while (!mbarrier_try_wait(full, round % 2)) {}
         for (int i = threadIdx.x; i < 128; i += 32) a.y[first + i] = words[128 + i];
         __syncwarp();
