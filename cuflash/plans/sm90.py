@@ -484,6 +484,45 @@ def _is_wide(tile: Tile) -> bool:
     return tile.block_k == 64
 
 
+# Blocks of a cluster, each with a key tile of a pair; one's columns of dQ.
+_CLUSTER_BLOCKS, _CLUSTER_HEAD_DIM = 2, 256
+
+
+def _in_clusters(problem: Problem, tile: Tile) -> bool:
+    """Whether a tile is for sm90/backward_cluster.cu: no options, at 256."""
+    return (
+        _is_wide(tile)
+        and tile.num_stages == 2
+        and head_dims(problem) == (_CLUSTER_HEAD_DIM, _CLUSTER_HEAD_DIM)
+        and acts(problem) <= {"rows"}
+        and not is_packed(problem)
+    )
+
+
+def _cluster_shared(problem: Problem, tile: Tile) -> int:
+    """Bytes of sm90/backward_cluster.cu's SharedPlan."""
+    columns = tile_bytes(64, _CLUSTER_HEAD_DIM)
+    # k, v, half of the other block's k; q and dout; dS^T of both blocks
+    tiles = 2 * columns + columns // 2 + 2 * tile.num_stages * columns
+    tiles += 2 * tile_bytes(tile.block_k, tile.block_q)
+    # q and dout; ds; k and v; work
+    barriers = 4 * tile.num_stages + 3 + 4 + 3 * 2
+    barriers += 2 * tile.num_stages if problem.deterministic else 0
+    return round_up(
+        tiles
+        + tile.num_stages * _rows_bytes(problem, tile)
+        + 2 * round_up(_WORK_BYTES - 8, 16)
+        + barriers * MBARRIER_BYTES,
+        1024,
+    )
+
+
+def _cluster_constants(blocks: int) -> tuple[Constant, ...]:
+    if blocks == 1:
+        return ()
+    return ("CLUSTER_BLOCKS", blocks), ("MULTICAST", True)
+
+
 def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """DOUBLE_BUFFERED_K of sm90/backward_shared.cuh.
 
@@ -508,6 +547,8 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
 
 
 def _backward_shared(problem: Problem, tile: Tile) -> int:
+    if _in_clusters(problem, tile):
+        return _cluster_shared(problem, tile)
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
@@ -609,6 +650,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
     shared = _backward_shared(problem, tile)
     wide = "_wide" if _is_wide(tile) else ""
+    in_clusters = _in_clusters(problem, tile)
+    together = _CLUSTER_BLOCKS if in_clusters else 1
     of_narrow = () if wide else (
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
     )  # fmt: skip
@@ -641,7 +684,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SCORES_TWICE", scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *of_narrow,
-        part=wide, ptxas_level=tile.ptxas_level,
+        *_cluster_constants(together),
+        part="_cluster" if in_clusters else wide,
+        ptxas_level=tile.ptxas_level,
     )  # fmt: skip
     q_tiles = query_tiles(problem, tile.block_q)
     kv_pairs = problem.batch * problem.num_heads_kv
@@ -660,10 +705,12 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     if in_order:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
     last_tiles = _LAST_WIDE_TILES if innermost and wide else LAST_TILES
+    # Of clusters, and of the pairs that they take.
+    running = max(device.num_sms // together, 1)
+    tiles_of_head = ceil_div(k_tiles_of_head, together)
     last = last_section(
-        problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
-        of_block=last_tiles,
-    )  # fmt: skip
+        problem, heads, kv_pairs, tiles_of_head, running, of_block=last_tiles
+    )
     bytes_of_rows = q_tiles * _rows_bytes(problem, tile)
     if integers:
         bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
@@ -677,7 +724,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
             *lse_rest_launches(problem, "sm90"),
             Launch(rows, q_tiles),
-            Launch(main, min(k_tiles, device.num_sms)),
+            Launch(main, together * min(tiles_of_head * kv_pairs, running)),
             rounding_launch(
                 problem,
                 tile,

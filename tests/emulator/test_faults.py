@@ -119,6 +119,7 @@ class Case:
     blocks: int = 1
     shared_bytes: int = 256
     resident: int = 0
+    cluster: int = 1
 
     def launch(self, broken, **options):
         """Run the kernel; return whether the result is right."""
@@ -126,7 +127,7 @@ class Case:
         run(
             f"broken/{self.name}",
             arguments,
-            constants={"BROKEN": broken},
+            constants={"BROKEN": broken, "CLUSTER_BLOCKS": self.cluster},
             threads=self.threads,
             blocks=self.blocks,
             shared_bytes=self.shared_bytes,
@@ -305,6 +306,14 @@ FAULTS_ON_HOPPER = [
     Case("mbarrier_not_fenced", "was not fenced", **LOAD),
     Case("mbarrier_no_barrier", "no mbarrier|without a barrier", **LOAD),
     Case("pipeline_stage_never_filled", STUCK, shared_bytes=272),
+    Case(
+        "cluster_source_overwritten",
+        "may still read",
+        threads=32,
+        blocks=2,
+        cluster=2,
+        shared_bytes=320,
+    ),
     Case("tma_store_no_proxy_fence", UNFENCED, **STORE),
     Case("tma_store_no_syncthreads", RACE, **STORE),
     Case("tma_store_not_committed", "the thread ends while", **STORE),

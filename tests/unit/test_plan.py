@@ -695,20 +695,29 @@ def test_blocks_may_take_all_tiles_of_packed_sequences(blocks):
     )
 
 
-@pytest.mark.parametrize(("head_dim", "k_tiles"), [(64, 6), (256, 10)])
-@pytest.mark.parametrize("blocks", [1, 7, 132])
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "items", "of_item"),
+    [(64, {}, 6, 1), (256, {"softcap": 2.0}, 10, 1), (256, {}, 6, 2)],
+)
+@pytest.mark.parametrize("blocks", [2, 7, 132])
 def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
-    blocks, head_dim, k_tiles
+    blocks, head_dim, changes, items, of_item
 ):
-    """The tiles of two heads; before them, one block per query tile."""
+    """The tiles of two heads, or clusters' pairs of tiles.
+
+    Before them, one block per query tile; after them, one of each tile.
+    """
     device = replace(device_of_arch("sm_90a"), num_sms=blocks)
     problem = small_problem(
-        "backward", "float16", head_dim, batch=2, seqlen_q=300, seqlen_k=300
-    )
+        "backward", "float16", head_dim, batch=2, seqlen_q=300, seqlen_k=300,
+        **changes,
+    )  # fmt: skip
     decided = plan(problem, device)
     q_tiles = -(-300 // decided.tile.block_q) * 2 * 2
+    k_tiles = -(-300 // decided.tile.block_k) * 2
+    running = of_item * min(blocks // of_item, items)
     assert [x.blocks for x in decided.launches] == [
-        q_tiles, min(blocks, k_tiles), q_tiles + k_tiles,
+        q_tiles, running, q_tiles + k_tiles,
     ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ extern "C" void* memcpy(void*, const void*, __SIZE_TYPE__) noexcept;
 #endif
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 // A function that a program has once and calls: most of g++'s time is what kernels inline at many

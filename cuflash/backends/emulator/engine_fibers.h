@@ -108,7 +108,8 @@ void* enter_next_lane() {
         thread = &block->threads[index];
         block->warps[chosen.warp].ready &= ~(1u << lane);
         --block->ready;
-        threadIdx = {static_cast<unsigned>(index), 0, 0};
+        threadIdx = {static_cast<unsigned>(index % launch.block_threads), 0, 0};
+        blockIdx = {static_cast<unsigned>(block_of(*block, index)), 0, 0};
         return thread->stack_pointer;
     }
     thread = nullptr;

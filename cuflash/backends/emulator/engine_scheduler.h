@@ -8,7 +8,7 @@ namespace {
 // resident (__launch_bounds__(threads, blocks_per_sm)).
 int registers_at_start() {
     constexpr int OF_MULTIPROCESSOR = 64 << 10, UNIT = 8, MOST = 248;
-    const int num_warps = (launch.threads + LANES - 1) / LANES;
+    const int num_warps = (launch.block_threads + LANES - 1) / LANES;
     const int threads = launch.blocks_per_sm * num_warps * LANES;
     return std::min(OF_MULTIPROCESSOR / threads / UNIT * UNIT, MOST);
 }
@@ -71,7 +71,6 @@ void switch_block(Block* to) {
     if (block != nullptr) memcpy(block->shared.data(), shared_bytes, launch.shared);
     block = to;
     memcpy(shared_bytes, block->shared.data(), launch.shared);
-    blockIdx = {static_cast<unsigned>(block->index), 0, 0};
 }
 
 // Runs the ready lanes of a warp, in random order, until each waits or has ended.
@@ -89,7 +88,7 @@ void run_all() {
     const int most = launch.resident > 0 ? launch.resident : 1 + draw(4);
     const Order order = static_cast<Order>(draw(3));
     // CUDA promises no order in which blocks start.
-    std::vector<int> waiting(launch.blocks);
+    std::vector<int> waiting(launch.blocks / launch.cluster);
     std::iota(waiting.begin(), waiting.end(), 0);
     std::shuffle(waiting.begin(), waiting.end(), random_bits);
     const auto start_next = [&](Block& b) {

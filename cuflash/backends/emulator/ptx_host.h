@@ -125,7 +125,44 @@ inline void mma_16x8x8(
 // ---- Shared memory ----
 
 inline u32 shared_address(const void* pointer) {
-    return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared_bytes);
+    const auto offset = static_cast<const unsigned char*>(pointer) - shared_bytes;
+    return emulator::blocks_of_cluster > 1 ? emulator::address_in_cluster(offset)
+                                           : static_cast<u32>(offset);
+}
+
+// ---- Clusters ----
+
+inline u32 cluster_rank() { return static_cast<u32>(emulator::rank_in_cluster()); }
+
+EMULATOR_CALLED unsigned char* of_block(unsigned char* shared) {
+    return shared + emulator::first_byte_of_block();
+}
+
+inline u32 shared_of_rank(u32 address, u32 rank) {
+    return emulator::shared_of_rank(address, static_cast<int>(rank));
+}
+
+inline void mbarrier_arrive_in_cluster_if(bool condition, u32 barrier, EMULATOR_SITE) {
+    if (condition) emulator::mbarrier_arrive(barrier, 0, {file, line});
+}
+
+inline void copy_to_block(u32 target, u32 source, u32 barrier, int bytes, EMULATOR_SITE) {
+    emulator::copy_shared(target, source, barrier, bytes, {file, line});
+}
+
+inline void copy_to_block_if(
+    bool condition, u32 target, u32 source, u32 barrier, int bytes, EMULATOR_SITE) {
+    if (condition) emulator::copy_shared(target, source, barrier, bytes, {file, line});
+}
+
+EMULATOR_CALLED void tma_load_multicast(
+    u32 target, const TensorMap& map, u32 barrier, u32 blocks, int x0, int x1, int x2, int x3,
+    EMULATOR_SITE) {
+    emulator::load_box_of_blocks(target, &map, barrier, blocks, {x0, x1, x2, x3}, {file, line});
+}
+
+inline void cluster_sync(EMULATOR_SITE) {
+    emulator::wait_for_all("barrier.cluster", false, {file, line});
 }
 
 inline u32 opaque(u32 x) { return x; }
@@ -280,6 +317,11 @@ inline void cp_async_mbarrier_arrive(u32 barrier, EMULATOR_SITE) {
 
 inline void mbarrier_arrive_expect(u32 barrier, int bytes, EMULATOR_SITE) {
     emulator::mbarrier_arrive(barrier, bytes, {file, line});
+}
+
+inline void mbarrier_arrive_expect_if(
+    bool condition, u32 barrier, int bytes, EMULATOR_SITE) {
+    if (condition) emulator::mbarrier_arrive(barrier, bytes, {file, line});
 }
 
 inline bool mbarrier_try_wait(u32 barrier, u32 parity, EMULATOR_SITE) {
