@@ -468,6 +468,15 @@ def _is_wide(tile: Tile) -> bool:
     return tile.block_k == 64
 
 
+# Queries of an iteration of which sm90/backward.cu computes dQ^T.
+_WIDE_Q = 80
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Without options that act on pairs or tiles."""
+    return acts(problem) <= {"rows"}
+
+
 def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """DOUBLE_BUFFERED_K of sm90/backward_shared.cuh.
 
@@ -476,8 +485,9 @@ def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """
     if not {"window", "segment_ids", "mask_mod"}.isdisjoint(problem.options):
         return True
-    is_plain = acts(problem) <= {"rows"}
-    return is_plain and tile.block_q > 64 and tile.num_stages == 2
+    return (
+        _is_plain(problem) and tile.block_q > _WIDE_Q and tile.num_stages == 2
+    )
 
 
 def _dq_parts(tile: Tile, head_dim: int) -> int:
@@ -491,14 +501,76 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
     return head_dim // 128 if head_dim % 128 == 0 else 1
 
 
-def _backward_shared(problem: Problem, tile: Tile) -> int:
+# Consumer warps of sm90/backward.cu, each with the sums of 16 keys.
+_CONSUMER_WARPS = 8
+
+# The part of L2 that heads may fill which are visited at a time; simulated
+# (docs/lab/sm90_backward.md).
+_L2_PART = 0.9
+
+
+def _may_divide_groups(problem: Problem, tile: Tile) -> bool:
+    """Whether a work tile may have a part of a group's heads."""
+    return (
+        problem.causal
+        and problem.group_size > 1
+        and not _is_wide(tile)
+        and not problem.deterministic
+        and not is_packed(problem)
+        and {"window", "segment_ids", "mask_mod"}.isdisjoint(problem.options)
+    )
+
+
+def _group_parts(problem: Problem, device: Device, tile: Tile) -> int:
+    """GROUP_PARTS of sm90/backward_scheduler.cuh.
+
+    The fewest with which the heads that are visited at a time fit in L2.
+    """
+    if not _may_divide_groups(problem, tile):
+        return 1
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    side_by_side = min(
+        device.num_sms / k_tiles + 1, problem.batch * problem.num_heads_kv
+    )
+    fitting = (
+        device.l2_bytes
+        * _L2_PART
+        / (side_by_side * _head_bytes(problem, tile))
+    )
+    group = problem.group_size
+    return next(
+        (
+            parts
+            for parts in range(1, group)
+            if group % parts == 0 and group // parts <= fitting
+        ),
+        group,
+    )
+
+
+def _head_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of a query head: q and dout have 2 an element, sums of dq 4."""
+    d, dv = _backward_head_dims(problem, tile)
+    visible_queries = int(min(window_of(problem), problem.seqlen_q))
+    return visible_queries * (6 * d + 2 * dv)
+
+
+def _backward_shared(
+    problem: Problem, tile: Tile, *, has_parts: bool = True
+) -> int:
+    """has_parts: GROUP_PARTS > 1, where that may be."""
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
-    ds = 2 * tile_bytes(tile.block_k, tile.block_q)
+    ds = 2 * (
+        tile_bytes(tile.block_q, tile.block_k)
+        if tile.block_q == _WIDE_Q
+        else tile_bytes(tile.block_k, tile.block_q)
+    )
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
     work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
+    work += 4 * (has_parts and _may_divide_groups(problem, tile))  # the part
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
         if _double_buffered_k(problem, tile):
@@ -527,6 +599,9 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     d, dv = _backward_head_dims(problem, tile)
     if _is_wide(tile):
         return True  # it distributes registers by head_dim
+    if tile.block_q == _WIDE_Q:
+        is_full = _is_plain(problem) and not problem.causal
+        return is_full and d == dv == tile.block_k and tile.num_stages == 2
     if tile.block_q == 64 and d != tile.block_k:
         return False  # a warpgroup computes all 64 rows, and 64 columns, of dq
     if tile.block_q > 64 and d > 64:
@@ -591,10 +666,13 @@ def rows_kernel(
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
-    shared = _backward_shared(problem, tile)
+    parts = _group_parts(problem, device, tile)
+    shared = _backward_shared(problem, tile, has_parts=parts > 1)
+    part_semaphores = _CONSUMER_WARPS if parts > 1 else 0
     wide = "_wide" if _is_wide(tile) else ""
     of_narrow = () if wide else (
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
+        ("PART_SEMAPHORES", part_semaphores),
     )  # fmt: skip
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
@@ -606,6 +684,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         problem, tile, "row_stats", d,
         ("DQ_COLUMNS", d),
         ("DQ_SEMAPHORES", semaphores),
+        ("PART_SEMAPHORES", part_semaphores),
         ("INTEGER_DQ", integers),
         ("CAUSAL", integers and problem.causal),
         options=(
@@ -620,6 +699,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("HEADS_INNERMOST", innermost),
+        ("GROUP_PARTS", parts),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),
@@ -631,13 +711,11 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     kv_pairs = problem.batch * problem.num_heads_kv
     k_tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
     k_tiles = k_tiles_of_head * kv_pairs
-    visible_queries = int(min(window_of(problem), problem.seqlen_q))
     heads = heads_per_section(
         problem,
         device,
-        problem.num_heads_kv,
-        # q and dout have 2 bytes per element, the sums of dq 4
-        problem.group_size * visible_queries * (6 * d + 2 * dv),
+        problem.num_heads_kv * parts,
+        problem.group_size // parts * _head_bytes(problem, tile),
     )
     if skips_tiles(problem):
         heads = _ordered_heads(problem, problem.num_heads_kv, heads)
@@ -645,9 +723,12 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         heads = min(heads, MAX_SEMAPHORE_HEADS)
     last_tiles = _LAST_WIDE_TILES if innermost and wide else LAST_TILES
     last = last_section(
-        problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
+        problem, heads, kv_pairs * parts, k_tiles_of_head, device.num_sms,
         of_block=last_tiles,
     )  # fmt: skip
+    sums = q_tiles * tile.block_q * d * (1 + integers)
+    if parts > 1:
+        sums += k_tiles * tile.block_k * (d + dv)  # of dk and dv
     bytes_of_rows = q_tiles * _rows_bytes(problem, tile)
     if integers:
         bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
@@ -661,7 +742,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
             *lse_rest_launches(problem, "sm90"),
             Launch(rows, q_tiles),
-            Launch(main, min(k_tiles, device.num_sms)),
+            Launch(main, min(k_tiles * parts, device.num_sms)),
             rounding_launch(
                 problem,
                 tile,
@@ -681,9 +762,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *buffers_of_options(problem, tile, k_tiles_of_head),
             *lse_rest_buffers(problem),
             Buffer("delta", 16, bytes_of_rows // 16),
-            Buffer("dq_sum", 4, q_tiles * tile.block_q * d * (1 + integers)),
+            Buffer("dq_sum", 4, sums),
             Buffer("tile_counter", 4, 1),
-            Buffer("recompute_flags", 4, k_tiles),
+            Buffer("recompute_flags", 4, k_tiles * (1 + part_semaphores)),
             Buffer("dq_semaphores", 4, q_tiles * semaphores),
         ),
     )

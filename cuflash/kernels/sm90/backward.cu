@@ -21,6 +21,7 @@
 //     backward_pair_bits.cuh      masks and dropout as one bit per pair
 //     backward_score_mod.cuh      softcap, ALiBi, bias and dbias
 //     backward_epilogue.cuh       dK and dV of a work tile
+//     backward_group_parts.cuh    their sums over the parts of a group
 //     backward_integer_dq.cuh     parts of dQ as integers
 //     backward_dq_writers.cuh     the writer warps
 //
@@ -45,7 +46,8 @@
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
 // SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; HEADS_INNERMOST
-// (backward_scheduler.cuh); SCORE_BENDS: the
+// and GROUP_PARTS (backward_scheduler.cuh); PART_SEMAPHORES: CONSUMER_WARPS if GROUP_PARTS > 1,
+// else 0; SCORE_BENDS: the
 // user's function of scores has a slope other than 1; SCORES_TWICE: compute_ds() computes scores
 // again, because their gradients are also added to sums of dbias or of the user's arrays, before
 // they are multiplied by slopes, and registers hold no more than P; Arguments and the options
@@ -55,13 +57,15 @@
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
 // tiles with a non-finite dK or dV are flagged, and finish/dq.cu recomputes such rows.
 #include "sm90/backward_epilogue.cuh"
+#include "sm90/backward_group_parts.cuh"
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_dq_writers.cuh"
 
 constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
+constexpr int QUERY_PANEL_BYTES = BLOCK_Q * PANEL_ROW_BYTES;
 constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
-constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
+constexpr bool DEFERRED_DQ = BLOCK_Q == CONSUMERS * 64;
 // Whether rows' statistics are read before S is issued: where that was measured to be faster.
 constexpr bool EARLY_STATISTICS =
     !DEFERRED_DQ && LINEAR && !SEGMENTS && !HAS_MASK && !DROPOUT;
@@ -73,7 +77,7 @@ constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
 static_assert(CONSUMER_THREADS == THREADS, "the plan's warps are the consumers");
 static_assert(CONSUMERS == 2, "registers suffice for two consumers");
-static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
+static_assert(QueryGrid::M_TILES == 1 && (TRANSPOSED_DQ || QueryGrid::WARP_COLUMNS <= 64),
               "a warpgroup's part of dQ is 64 queries and at most 64 columns");
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= gradient_bytes(HEAD_DIM),
               "64 rows of dK or dV leave through the staging buffer of a part of dQ");
@@ -90,7 +94,8 @@ __device__ __forceinline__ void issue_gradient(
     wgmma_commit();
 }
 
-// The warpgroup's part of dQ = dS K: 64 queries and all columns, or all 64 queries and 64 columns.
+// The warpgroup's part of dQ = dS K: 64 queries and all columns, or all queries and 64 columns.
+// TRANSPOSED_DQ: of dQ^T = K^T dS^T.
 struct IssueDq {
     SharedPlan& shared;
     const WorkState& state;
@@ -104,7 +109,8 @@ struct IssueDq {
         const u64 k = descriptor(shared.k_tile(state) + (BY_QUERIES ? 0 : panel), PANEL_BYTES);
         warpgroup_fence_operand(dq);
         wgmma_fence();
-        gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
+        if constexpr (TRANSPOSED_DQ) gemm_atbt_ss<Element, BLOCK_K, BLOCK_Q>(dq, k, ds);
+        else gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
         wgmma_commit();
     }
 };
@@ -136,7 +142,9 @@ __device__ __forceinline__ void publish_ds(
     SharedPlan& shared, PipelineState<2> ds_stage, const u32 (&ds)[S_REGS / 2], int warp_row,
     int lane) {
     if (DEFERRED_DQ) mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
-    store_rows<BLOCK_K>(shared_address(&shared.ds[ds_stage.index]), warp_row, lane, ds);
+    const u32 tile = shared_address(&shared.ds[ds_stage.index]);
+    if constexpr (TRANSPOSED_DQ) store_columns<BLOCK_Q>(tile, warp_row, lane, ds);
+    else store_rows<BLOCK_K>(tile, warp_row, lane, ds);
     fence_async_proxy();
     __syncwarp();
     mbarrier_arrive_if(lane == 0, barrier_at(shared.ds_full, ds_stage.index));
@@ -191,18 +199,20 @@ __device__ __forceinline__ void store_gradients(
     else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
     barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
 
+    // A branch around all that follows instead made kernels spill.
+    const bool are_stored = sum_parts(args, work, dk, dv);
     const int key = work.tile * BLOCK_K + thread / 32 * 16;
     const u32 staging = shared_address(&shared.staging[warpgroup]);
     bool finite = store_gradient(args.dv_map, work, key, staging, dv, 1.0f, arrays.dv,
-                                 arrays.dv_stride, shape.head_dim_v);
+                                 arrays.dv_stride, shape.head_dim_v, are_stored);
     if (DOUBLE_BUFFERED_K) shared.wait_k_read(state);
     else if (!BOTH_FIT) tma_store_wait_read<0>();
     __syncwarp();
     const u32 dk_tile = DOUBLE_BUFFERED_K ? shared.k_tile(state) + warpgroup * DK_BYTES
                                           : staging + (BOTH_FIT ? DV_BYTES : 0);
     finite &= store_gradient(args.dk_map, work, key, dk_tile, dk, static_cast<float>(arrays.scale),
-                             arrays.dk, arrays.dk_stride, shape.head_dim);
-    if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
+                             arrays.dk, arrays.dk_stride, shape.head_dim, are_stored);
+    if (MASKED && !finite && are_stored) *recompute_flag(args, flag_coord(work)) = 1;
     __syncwarp();
     if (!DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
 }
@@ -245,15 +255,15 @@ struct Iterate {
         const u64 k = descriptor(shared.k_tile(state) + keys, 0);
         const u64 v = descriptor(shared_address(&shared.v) + keys, 0);
         // Columns of B in S and dP, rows of B in dK and dV.
-        const u64 q = descriptor(
-            shared_address(&shared.q[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
-        const u64 dout = descriptor(
-            shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
+        const u64 q = descriptor(shared_address(&shared.q[stage.index]), QUERY_PANEL_BYTES);
+        const u64 dout = descriptor(shared_address(&shared.dout[stage.index]), QUERY_PANEL_BYTES);
         float s[S_REGS], dp[S_REGS], dq[DQ_REGS], derivatives[S_REGS];
         u32 p[S_REGS / 2];
         mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
         LaneRows<EARLY_STATISTICS> lane_rows(rows, first_column);
         lane_rows.load_lse();
+        // With 80 queries P, dS and dQ leave no registers for S while dK still reads dS.
+        if (TRANSPOSED_DQ) wgmma_wait<0>();
         issue_scores<HEAD_DIM>(s, k, q);
         wgmma_wait<1>();                                    // dK of the previous iteration
         warpgroup_fence_operand(dk);

@@ -59,15 +59,17 @@ __device__ __forceinline__ void produce_queries(const Arguments& args, Shared& s
     for (int index = first_index(args);; ++state.count) {
         WorkTile packed = {};
         skip_empty_slots(args, index, num_k_tiles, packed);
-        const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
+        const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch * GROUP_PARTS;
         WorkTile work = {-1, 0, 0};
         if (!ended && PACKED) work = packed;
         if (!ended && !PACKED) static_cast<TileCoord&>(work) = tile_at(args, num_k_tiles, index);
+        if (!ended) set_part(args, work);
         if (!ended && LAST_KEYS_FIRST) order_keys(args, num_k_tiles, work);
         if (is_elected) publish_work_tile(shared, state, work);
         if (ended) return;
 
-        QueryTileIterator it(args, query_tiles(args, work.tile, sequence_of(work)), work);
+        QueryTileIterator it(
+            args, query_tiles(args, work.tile, sequence_of(work)), work, part_of(work));
         for (; it.remaining > 0; it.next(args, work), stage.next()) {
             if (WARP_PRODUCER) __syncwarp();
             if (!is_elected) continue;

@@ -15,6 +15,11 @@
 // see, are sooner at the next head. Soon all heads of the group are being read, and if these do not
 // fit in L2, every key tile reads them from memory.
 //
+// GROUP_PARTS > 1 (CAUSAL, no order of dQ's sums): a work tile has the query heads of one part of
+// the group, that many of equal size, so that fewer heads are read at a time: they stay in L2. The
+// parts of a key tile hand on sums of dK and dV (backward_group_parts.cuh). All key heads' first
+// parts come first, then the second ones, so a part seldom waits for the one before it.
+//
 // SharedPlan has work_tiles[WORK_STAGES] and their barriers: work_full, an arrival of the thread
 // that publishes; work_empty, an arrival of each warp that reads.
 #pragma once
@@ -39,12 +44,18 @@ struct WorkState {
 
 // A key tile of a packed sequence, counted among the sequence's tiles.
 struct SequenceTile : TileCoord, Sequence {};
-template <bool> struct WorkTileOf { using type = TileCoord; };
-template <> struct WorkTileOf<true> { using type = SequenceTile; };
-using WorkTile = WorkTileOf<PACKED>::type;                  // `tile` is -1 after the last
+// A key tile of a part of its group.
+struct PartTile : TileCoord { int part; };
+template <bool, bool> struct WorkTileOf { using type = TileCoord; };
+template <> struct WorkTileOf<true, false> { using type = SequenceTile; };
+template <> struct WorkTileOf<false, true> { using type = PartTile; };
+using WorkTile = WorkTileOf<PACKED, (GROUP_PARTS > 1)>::type;        // `tile` is -1 after the last
 
 __device__ __forceinline__ NoSequence sequence_of(const TileCoord&) { return {}; }
 __device__ __forceinline__ const Sequence& sequence_of(const SequenceTile& work) { return work; }
+
+__device__ __forceinline__ int part_of(const TileCoord&) { return 0; }
+__device__ __forceinline__ int part_of(const PartTile& work) { return work.part; }
 
 // The tile of a work tile's recompute_flag: packed sequences count all slots.
 __device__ __forceinline__ TileCoord flag_coord(TileCoord work) { return work; }
@@ -67,15 +78,17 @@ __device__ __forceinline__ void release_work_tile(Shared& shared, WorkState stat
 
 // ---- Indices of work tiles ----
 
-// If DETERMINISTIC, a tile waits for tiles of smaller indices, so these must all have been taken by
-// blocks that run. CUDA promises neither an order in which blocks start nor that all are resident
-// at once, so the first index is not blockIdx.x. No deadlock: a block takes its tiles in the order
-// of indices, and the smallest index in progress waits for none.
+// If DETERMINISTIC or GROUP_PARTS > 1, a tile waits for tiles of smaller indices, so these must all
+// have been taken by blocks that run. CUDA promises neither an order in which blocks start nor that
+// all are resident at once, so the first index is not blockIdx.x. No deadlock: a block takes its
+// tiles in the order of indices, and the smallest index in progress waits for none.
+constexpr bool WAITS_FOR_TILES = DETERMINISTIC || GROUP_PARTS > 1;
+
 __device__ __forceinline__ int next_index(const Arguments& args) {
-    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(arrays_of(args).tile_counter, 1);
+    return (WAITS_FOR_TILES ? 0 : gridDim.x) + atomicAdd(arrays_of(args).tile_counter, 1);
 }
 __device__ __forceinline__ int first_index(const Arguments& args) {
-    return DETERMINISTIC ? next_index(args) : blockIdx.x;
+    return WAITS_FOR_TILES ? next_index(args) : blockIdx.x;
 }
 
 // Packed sequences leave slots empty: advances `index` to the first slot that has a tile, `work`.
@@ -113,8 +126,15 @@ __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_ti
         return tile_in_order(index, args.tile_order, num_k_tiles, shape.num_heads_kv,
                              shape.batch, args.arrays.schedule);
     else
-        return tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch,
+        return tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch * GROUP_PARTS,
                              args.arrays.schedule);
+}
+// Its batch counts those of all parts, the first parts' first.
+__device__ __forceinline__ void set_part(const Arguments&, const TileCoord&) {}
+__device__ __forceinline__ void set_part(const Arguments& args, PartTile& work) {
+    const int batch = arrays_of(args).shape.batch;
+    work.part = work.batch / batch;
+    work.batch %= batch;
 }
 // If LAST_KEYS_FIRST; it counts keys from the last one where those come first.
 __device__ __forceinline__ void order_keys(
@@ -124,6 +144,8 @@ __device__ __forceinline__ void order_keys(
 
 // ---- Query tiles of a work tile ----
 
+static_assert(GROUP_PARTS == 1 || (CAUSAL && !WINDOW && !PACKED && !DETERMINISTIC && !SKIPS_TILES),
+              "other calls have an order, or skip tiles");
 static_assert(!HEADS_INNERMOST || (CAUSAL && !WINDOW && !DETERMINISTIC && !SKIPS_TILES),
               "other calls have an order, or skip tiles");
 
@@ -150,18 +172,18 @@ __device__ __forceinline__ PairMask pair_mask_of(const Arguments& args, TileCoor
     return pair_mask;
 }
 
-// Iterations of a work tile: the query tiles that see it, for each query head of the group, in
+// Iterations of a work tile: the query tiles that see it, for each query head of the part, in
 // ascending order or, LAST_KEYS_FIRST in the last section, descending. Where tiles are skipped by a
 // whole warp, and at least one query tile a head.
 struct QueryTileIterator {
     int first, end;             // [first, end); descending (end, first]; HEADS_INNERMOST: of heads
     int head, tile, remaining;
     __device__ __forceinline__ QueryTileIterator(
-        const Arguments& args, QueryTiles tiles, TileCoord work)
+        const Arguments& args, QueryTiles tiles, TileCoord work, int part = 0)
         : first(tiles.first), end(tiles.end), tile(tiles.first) {
         const Shape& shape = arrays_of(args).shape;
-        const int group_size = shape.num_heads_q / shape.num_heads_kv;
-        head = work.head * group_size;
+        const int group_size = shape.num_heads_q / shape.num_heads_kv / GROUP_PARTS;
+        head = (work.head * GROUP_PARTS + part) * group_size;
         remaining = group_size * (end - first);
         if (LAST_KEYS_FIRST && !starts_with_last_keys(args, work)) {
             tile = first = tiles.end - 1;
@@ -229,7 +251,7 @@ __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared
         constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
         const int end_before = BOUNDED ? query_tiles(args, work.tile - 1, sequence).end : 0;
         release_work_tile(shared, state, lane == 0);
-        QueryTileIterator it(args, query_tiles(args, work.tile, sequence), work);
+        QueryTileIterator it(args, query_tiles(args, work.tile, sequence), work, part_of(work));
         for (; it.remaining > 0; it.next(args, work))
             f(query_tile_index(args, sequence, work.batch, it.head, it.tile), rank,
               rank > 0 && it.tile >= first_before && (!BOUNDED || it.tile < end_before));
