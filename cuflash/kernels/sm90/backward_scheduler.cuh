@@ -54,8 +54,8 @@ using WorkTile = WorkTileOf<PACKED, (GROUP_PARTS > 1)>::type;        // `tile` i
 __device__ __forceinline__ NoSequence sequence_of(const TileCoord&) { return {}; }
 __device__ __forceinline__ const Sequence& sequence_of(const SequenceTile& work) { return work; }
 
-__device__ __forceinline__ int part_of(const TileCoord&) { return 0; }
-__device__ __forceinline__ int part_of(const PartTile& work) { return work.part; }
+__device__ __forceinline__ int part_of(TileCoord) { return 0; }
+__device__ __forceinline__ int part_of(PartTile work) { return work.part; }
 
 // The tile of a work tile's recompute_flag: packed sequences count all slots.
 __device__ __forceinline__ TileCoord flag_coord(TileCoord work) { return work; }
