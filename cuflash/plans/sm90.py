@@ -31,6 +31,7 @@ from .steps import (
     is_packed,
     is_wide,
     kernel_of,
+    key_tiles,
     last_section,
     lse_rest_buffers,
     lse_rest_launches,
@@ -509,16 +510,40 @@ _CONSUMER_WARPS = 8
 _L2_PART = 0.9
 
 
-def _may_divide_groups(problem: Problem, tile: Tile) -> bool:
-    """Whether a work tile may have a part of a group's heads."""
+def _may_have_parts(problem: Problem, tile: Tile) -> bool:
+    """Whether a work tile may have a part of a key tile's iterations."""
     return (
-        problem.causal
-        and problem.group_size > 1
-        and not _is_wide(tile)
+        not _is_wide(tile)
         and not problem.deterministic
         and not is_packed(problem)
         and {"window", "segment_ids", "mask_mod"}.isdisjoint(problem.options)
     )
+
+
+# What a part costs apart from its iterations, in iterations, and what handing
+# on sums to the next one does.
+_PART_COST, _HANDOVER_COST = 5, 1
+
+# Each number is a kernel of its own.
+_TAIL_PARTS = (1, 2, 3, 5, 8)
+
+
+def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
+    """TAIL_PARTS of sm90/backward_scheduler.cuh: what takes least time."""
+    if problem.causal or not _may_have_parts(problem, tile):
+        return 1
+    tiles = key_tiles(problem, tile.block_k)
+    rest = tiles % device.num_sms
+    iterations = problem.group_size * count_tiles(
+        problem, problem.seqlen_q, tile.block_q
+    )
+
+    def cost(parts: int) -> int:
+        rounds = ceil_div(rest * parts, device.num_sms)
+        of_part = ceil_div(iterations, parts) + _PART_COST
+        return rounds * of_part + (parts > 1) * parts * _HANDOVER_COST
+
+    return min((x for x in _TAIL_PARTS if x <= iterations), key=cost)
 
 
 def _group_parts(problem: Problem, device: Device, tile: Tile) -> int:
@@ -526,7 +551,7 @@ def _group_parts(problem: Problem, device: Device, tile: Tile) -> int:
 
     The fewest with which the heads that are visited at a time fit in L2.
     """
-    if not _may_divide_groups(problem, tile):
+    if not (problem.causal and _may_have_parts(problem, tile)):
         return 1
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
     side_by_side = min(
@@ -558,7 +583,7 @@ def _head_bytes(problem: Problem, tile: Tile) -> int:
 def _backward_shared(
     problem: Problem, tile: Tile, *, has_parts: bool = True
 ) -> int:
-    """has_parts: GROUP_PARTS > 1, where that may be."""
+    """has_parts: that it has them, where it may."""
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
@@ -570,7 +595,7 @@ def _backward_shared(
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
     work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
-    work += 4 * (has_parts and _may_divide_groups(problem, tile))  # the part
+    work += 3 * 4 * (has_parts and _may_have_parts(problem, tile))
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
         if _double_buffered_k(problem, tile):
@@ -667,8 +692,10 @@ def rows_kernel(
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
     parts = _group_parts(problem, device, tile)
-    shared = _backward_shared(problem, tile, has_parts=parts > 1)
-    part_semaphores = _CONSUMER_WARPS if parts > 1 else 0
+    tail_parts = _tail_parts(problem, device, tile)
+    has_parts = max(parts, tail_parts) > 1
+    shared = _backward_shared(problem, tile, has_parts=has_parts)
+    part_semaphores = _CONSUMER_WARPS if has_parts else 0
     wide = "_wide" if _is_wide(tile) else ""
     of_narrow = () if wide else (
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
@@ -678,7 +705,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
     in_order = problem.deterministic and not integers
-    innermost = heads_innermost(problem)
+    innermost = heads_innermost(problem) and not has_parts
     semaphores = _dq_parts(tile, d) if in_order else 0
     rows = rows_kernel(
         problem, tile, "row_stats", d,
@@ -700,6 +727,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("INTEGER_DQ", integers),
         ("HEADS_INNERMOST", innermost),
         ("GROUP_PARTS", parts),
+        ("TAIL_PARTS", tail_parts),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),
@@ -727,8 +755,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         of_block=last_tiles,
     )  # fmt: skip
     sums = q_tiles * tile.block_q * d * (1 + integers)
-    if parts > 1:
-        sums += k_tiles * tile.block_k * (d + dv)  # of dk and dv
+    with_parts = k_tiles if parts > 1 else k_tiles % device.num_sms
+    if has_parts:  # of dk and dv
+        sums += with_parts * tile.block_k * (d + dv)
     bytes_of_rows = q_tiles * _rows_bytes(problem, tile)
     if integers:
         bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
@@ -742,7 +771,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
             *lse_rest_launches(problem, "sm90"),
             Launch(rows, q_tiles),
-            Launch(main, min(k_tiles * parts, device.num_sms)),
+            Launch(
+                main, min(k_tiles * max(parts, tail_parts), device.num_sms)
+            ),
             rounding_launch(
                 problem,
                 tile,

@@ -140,6 +140,7 @@ def _kernel(
         ("INTEGER_DQ", False),
         ("HEADS_INNERMOST", which != _DQ and heads_innermost(problem)),
         ("GROUP_PARTS", 1),
+        ("TAIL_PARTS", 1),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", _scores_twice(problem, which)),
         ("MASK_BITS", False),

@@ -11,7 +11,7 @@
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K, HEAD_DIM; DQ_COLUMNS of a row of the
 // sums of dQ, 0 if there are none; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not
-// DETERMINISTIC; PART_SEMAPHORES of a key tile (backward_group_parts.cuh); INTEGER_DQ, and if so
+// DETERMINISTIC; PART_SEMAPHORES of a key tile (backward_parts.cuh); INTEGER_DQ, and if so
 // its CAUSAL; DLSE; Arguments, the type of the kernel's argument, and the options
 // (docs/guide/options.md). No shared memory.
 //

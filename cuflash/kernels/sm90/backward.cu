@@ -21,7 +21,7 @@
 //     backward_pair_bits.cuh      masks and dropout as one bit per pair
 //     backward_score_mod.cuh      softcap, ALiBi, bias and dbias
 //     backward_epilogue.cuh       dK and dV of a work tile
-//     backward_group_parts.cuh    their sums over the parts of a group
+//     backward_parts.cuh          their sums over the parts of a key tile
 //     backward_integer_dq.cuh     parts of dQ as integers
 //     backward_dq_writers.cuh     the writer warps
 //
@@ -46,8 +46,8 @@
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
 // SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; HEADS_INNERMOST
-// and GROUP_PARTS (backward_scheduler.cuh); PART_SEMAPHORES: CONSUMER_WARPS if GROUP_PARTS > 1,
-// else 0; SCORE_BENDS: the
+// GROUP_PARTS and TAIL_PARTS (backward_scheduler.cuh); PART_SEMAPHORES: CONSUMER_WARPS if one of
+// them is more than 1, else 0; SCORE_BENDS: the
 // user's function of scores has a slope other than 1; SCORES_TWICE: compute_ds() computes scores
 // again, because their gradients are also added to sums of dbias or of the user's arrays, before
 // they are multiplied by slopes, and registers hold no more than P; Arguments and the options
@@ -57,7 +57,7 @@
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
 // tiles with a non-finite dK or dV are flagged, and finish/dq.cu recomputes such rows.
 #include "sm90/backward_epilogue.cuh"
-#include "sm90/backward_group_parts.cuh"
+#include "sm90/backward_parts.cuh"
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_dq_writers.cuh"
 
@@ -371,7 +371,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             .lane_grid = lane_grid, .issue_dq = issue_dq, .issue_previous_dq = issue_previous_dq};
 
         const int head = MASK_MOD ? work.head : 0;          // read where tiles depend on it
-        int remaining = QueryTileIterator(args, tiles, {k_tile, head, batch}).remaining;
+        int remaining =
+            QueryTileIterator(args, tiles, {k_tile, head, batch}, part_of(work)).remaining;
         for (; remaining > 0; --remaining) iterate(remaining == 1);
 
         wgmma_wait<0>();

@@ -1,20 +1,18 @@
-// sm90/backward.cu, GROUP_PARTS > 1: dK and dV of a key tile are sums over the parts of a group of
-// query heads, each of which is a work tile. A part adds its sums to those of the parts before it;
-// the last part has the gradients. Parts add in order, so the gradients have the same bits in each
-// run.
+// sm90/backward.cu, HAS_PARTS: dK and dV of a key tile are sums over its parts. A part adds its sums
+// to those of the parts before it; the last part has the gradients. Parts add in order, so the
+// gradients have the same bits in each run.
 //
-// The sums are floats in global memory, after those of dQ: of each key tile those of its consumers'
-// warps, in the order in which lanes hold them.
+// The sums are floats in global memory, after those of dQ: of each key tile that has parts those of
+// its consumers' warps, in the order in which lanes hold them.
 #pragma once
 #include "common/dq_accum.cuh"
 #include "sm90/backward_shared.cuh"
 
-// The PART_SEMAPHORES of a key tile, which follow the flags of all key tiles: one for each warp of
-// consumers. Each holds how many parts of the group have added their sums of dK and dV.
-__device__ __forceinline__ int* part_semaphores(const Arguments& args, TileCoord key_tile) {
-    const int* flags = arrays_of(args).recompute_flags;
+// The PART_SEMAPHORES of a key tile that has parts, one for each warp of consumers; they follow
+// recompute_flags. Each holds how many parts have added their sums.
+__device__ __forceinline__ int* part_semaphores(const Arguments& args, Part part) {
     return recompute_flag(args, {0, 0, arrays_of(args).shape.batch})
-         + (recompute_flag(args, key_tile) - flags) * PART_SEMAPHORES;
+         + part.sums * PART_SEMAPHORES;
 }
 
 // Of a lane: four floats side by side, those of a warp's lanes one after another. `sums`: the
@@ -47,26 +45,25 @@ __device__ __forceinline__ bool sum_parts(const Arguments&, const TileCoord&, Gr
 template <int DK, int DV>
 __device__ __forceinline__ bool sum_parts(
     const Arguments& args, const PartTile& work, float (&dk)[DK], float (&dv)[DV]) {
+    const Part part = work;
+    if (part.parts == 1) return true;
     const Shape& shape = arrays_of(args).shape;
-    // opaque(): the compiler would otherwise keep what follows in registers across iterations.
-    const int thread = opaque(threadIdx.x - WARPGROUP), lane = thread % 32, warp = thread / 32;
-    const int q_tiles = opaque(shape.batch) * shape.num_heads_q * num_query_tiles(args, BLOCK_Q);
-    const int key_tile = recompute_flag(args, work) - arrays_of(args).recompute_flags;
+    const int lane = threadIdx.x % 32, warp = (threadIdx.x - WARPGROUP) / 32;
+    const int q_tiles = shape.batch * shape.num_heads_q * num_query_tiles(args, BLOCK_Q);
     float* sums = dq_sum_tile(arrays_of(args).dq_sum, q_tiles)
-                + (i64(key_tile) * CONSUMER_WARPS + warp) * ((DK + DV) * 32) + lane * 4;
-    int* semaphore = part_semaphores(args, work) + warp;
-    const int part = work.part;
-    if (part > 0) {
+                + (i64(part.sums) * CONSUMER_WARPS + warp) * ((DK + DV) * 32) + lane * 4;
+    int* semaphore = part_semaphores(args, part) + warp;
+    if (part.part > 0) {
         // The part before has a smaller index and has started: the wait ends (next_index).
-        if (lane == 0) while (load_acquire(semaphore) != part) {}
+        if (lane == 0) while (load_acquire(semaphore) != part.part) {}
         __syncwarp();
         add_sums(dk, sums);
         add_sums(dv, sums + DK * 32);
     }
-    if (part == GROUP_PARTS - 1) return true;
-    store_sums(opaque(sums), dk);
-    store_sums(opaque(sums) + DK * 32, dv);
+    if (part.part == part.parts - 1) return true;
+    store_sums(sums, dk);
+    store_sums(sums + DK * 32, dv);
     __syncwarp();
-    if (lane == 0) store_release(semaphore, part + 1);      // covers the warp's stores
+    if (lane == 0) store_release(semaphore, part.part + 1);  // covers the warp's stores
     return false;
 }
