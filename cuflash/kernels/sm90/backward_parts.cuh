@@ -1,5 +1,5 @@
-// sm90/backward.cu, HAS_PARTS: dK and dV of a key tile are sums over its parts. A part adds its sums
-// to those of the parts before it; the last part has the gradients. Parts add in order, so the
+// sm90/backward.cu, HAS_PARTS: dK and dV of a key tile are sums over its parts. A part adds its
+// sums to those of the parts before it; the last part has the gradients. Parts add in order, so the
 // gradients have the same bits in each run.
 //
 // The sums are floats in global memory, after those of dQ: of each key tile that has parts those of
