@@ -469,10 +469,6 @@ def _is_wide(tile: Tile) -> bool:
     return tile.block_k == 64
 
 
-# Queries of an iteration of which sm90/backward.cu computes dQ^T.
-_WIDE_Q = 80
-
-
 def _is_plain(problem: Problem) -> bool:
     """Without options that act on pairs or tiles."""
     return acts(problem) <= {"rows"}
@@ -486,9 +482,7 @@ def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """
     if not {"window", "segment_ids", "mask_mod"}.isdisjoint(problem.options):
         return True
-    return (
-        _is_plain(problem) and tile.block_q > _WIDE_Q and tile.num_stages == 2
-    )
+    return _is_plain(problem) and tile.block_q > 64 and tile.num_stages == 2
 
 
 def _dq_parts(tile: Tile, head_dim: int) -> int:
@@ -505,35 +499,32 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
 # Consumer warps of sm90/backward.cu, each with the sums of 16 keys.
 _CONSUMER_WARPS = 8
 
-# The part of L2 that heads may fill which are visited at a time; simulated
-# (docs/lab/sm90_backward.md).
-_L2_PART = 0.9
+# What a part costs apart from its iterations, in iterations, and what handing
+# on sums to the next one does, as measured.
+_PART_COST, _HANDOVER_COST = 5, 1
+
+# Iterations of a part of a group, with which that costs 8 %.
+_PART_ITERATIONS = 64
+
+# Each number is a kernel of its own.
+_TAIL_PARTS = (1, 2, 3, 5, 8)
 
 
 def _may_have_parts(problem: Problem, tile: Tile) -> bool:
     """Whether a work tile may have a part of a key tile's iterations."""
     return (
-        not _is_wide(tile)
+        _is_plain(problem)
+        and not _is_wide(tile)
         and not problem.deterministic
         and not is_packed(problem)
-        and {"window", "segment_ids", "mask_mod"}.isdisjoint(problem.options)
     )
-
-
-# What a part costs apart from its iterations, in iterations, and what handing
-# on sums to the next one does.
-_PART_COST, _HANDOVER_COST = 5, 1
-
-# Each number is a kernel of its own.
-_TAIL_PARTS = (1, 2, 3, 5, 8)
 
 
 def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
     """TAIL_PARTS of sm90/backward_scheduler.cuh: what takes least time."""
     if problem.causal or not _may_have_parts(problem, tile):
         return 1
-    tiles = key_tiles(problem, tile.block_k)
-    rest = tiles % device.num_sms
+    rest = key_tiles(problem, tile.block_k) % device.num_sms
     iterations = problem.group_size * count_tiles(
         problem, problem.seqlen_q, tile.block_q
     )
@@ -549,28 +540,28 @@ def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
 def _group_parts(problem: Problem, device: Device, tile: Tile) -> int:
     """GROUP_PARTS of sm90/backward_scheduler.cuh.
 
-    The fewest with which the heads that are visited at a time fit in L2.
+    More than 1 where the groups that are visited at a time do not fit in L2.
+    Many short heads, of which parts would not fit either, are innermost.
     """
     if not (problem.causal and _may_have_parts(problem, tile)):
         return 1
     k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
-    side_by_side = min(
+    groups = min(
         device.num_sms / k_tiles + 1, problem.batch * problem.num_heads_kv
     )
-    fitting = (
-        device.l2_bytes
-        * _L2_PART
-        / (side_by_side * _head_bytes(problem, tile))
-    )
+    bytes_of_heads = groups * _head_bytes(problem, tile)
     group = problem.group_size
-    return next(
-        (
-            parts
-            for parts in range(1, group)
-            if group % parts == 0 and group // parts <= fitting
-        ),
-        group,
+    if group * bytes_of_heads <= device.l2_bytes:
+        return 1
+    # Of a mean key tile and head, with as many queries as keys.
+    visits = count_tiles(problem, problem.seqlen_q, tile.block_q) // 2 + 1
+    heads = next(
+        x
+        for x in range(1, group + 1)
+        if group % x == 0 and (x * visits >= _PART_ITERATIONS or x == group)
     )
+    fits = heads * bytes_of_heads <= 2 * device.l2_bytes
+    return group // heads if fits or not heads_innermost(problem) else 1
 
 
 def _head_bytes(problem: Problem, tile: Tile) -> int:
@@ -587,11 +578,7 @@ def _backward_shared(
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
-    ds = 2 * (
-        tile_bytes(tile.block_q, tile.block_k)
-        if tile.block_q == _WIDE_Q
-        else tile_bytes(tile.block_k, tile.block_q)
-    )
+    ds = 2 * tile_bytes(tile.block_k, tile.block_q)
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
     work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
@@ -624,9 +611,6 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
     d, dv = _backward_head_dims(problem, tile)
     if _is_wide(tile):
         return True  # it distributes registers by head_dim
-    if tile.block_q == _WIDE_Q:
-        is_full = _is_plain(problem) and not problem.causal
-        return is_full and d == dv == tile.block_k and tile.num_stages == 2
     if tile.block_q == 64 and d != tile.block_k:
         return False  # a warpgroup computes all 64 rows, and 64 columns, of dq
     if tile.block_q > 64 and d > 64:

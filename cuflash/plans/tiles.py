@@ -110,7 +110,6 @@ def _sm90_backward() -> Iterator[Tile]:
     for q, stages in product((128, 64), (3, 2)):
         yield Tile(q, 128, 12, num_stages=stages, score_warps_q=q // 16,
                    ptxas_level=3)  # fmt: skip
-    yield Tile(80, 128, 12, num_stages=2, score_warps_q=8, ptxas_level=3)
     yield from _sm90_double_backward()
 
 

@@ -1,7 +1,7 @@
 """Backward of grouped heads in parts that hand on sums of dK and dV.
 
-An L2 of few bytes makes the plan divide groups: GROUP_PARTS of the scheduler
-of sm90/backward.cu.
+GROUP_PARTS of sm90/backward_scheduler.cuh. A small L2, and parts of one
+iteration, make the plan divide groups.
 """
 
 from dataclasses import replace
@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import cuflash
+from cuflash.plans import sm90
 from cuflash.plans.plan import device_of_arch, plan
 from helpers import calls, expected
 from helpers.backends import EmulatedBackend
@@ -25,6 +26,12 @@ EMULATED = EmulatedBackend()
 ON = Emulation("sm_90a", seed=3, num_sms=3, l2_bytes=1000)
 # Of both batches the first parts come first.
 CASE = Case("bfloat16", 2, 100, 150, 4, 1, 64, 64, causal=True, on=ON)
+
+
+@pytest.fixture(autouse=True)
+def short_parts(request, monkeypatch):
+    if "which" not in request.node.name:
+        monkeypatch.setattr(sm90, "_PART_ITERATIONS", 1)
 
 
 @needs_compiler
@@ -67,24 +74,42 @@ def test_bits_in_any_order():
 
 
 @pytest.mark.parametrize(
-    ("parts", "changes"),
+    ("parts", "innermost", "changes"),
     [
-        (8, {}),
-        (1, {"seqlen_q": 100, "seqlen_k": 100}),
-        (1, {"num_heads_kv": 64}),
-        (1, {"causal": False}),
-        (1, {"deterministic": True}),
-        (1, {"window": (30, 0)}),
-        (1, {"segment_ids": True}),
+        (8, False, {}),
+        (4, False, {"seqlen_q": 4096, "seqlen_k": 4096}),
+        (1, False, {"seqlen_q": 1024, "seqlen_k": 1024, "batch": 16}),
+        (1, False, {"seqlen_q": 100, "seqlen_k": 100}),
+        (4, False, {"num_heads_q": 32}),
+        (16, False, {"num_heads_q": 32, "num_heads_kv": 2}),
+        (1, True, {"num_heads_q": 32, "num_heads_kv": 2, "batch": 16,
+                   "seqlen_q": 1024, "seqlen_k": 1024}),
+        (2, False, {"head_dim": 64, "head_dim_v": 64, "seqlen_q": 4096,
+                    "seqlen_k": 4096, "batch": 4}),
+        (1, False, {"num_heads_kv": 64}),
+        (1, False, {"causal": False}),
+        (1, False, {"deterministic": True}),
+        (1, False, {"window": (30, 0)}),
+        (1, False, {"segment_ids": True}),
+        (1, False, {"softcap": 30.0}),
     ],
-)
-def test_which_calls_divide_groups(parts, changes):
+)  # fmt: skip
+def test_which_calls_divide_groups(parts, innermost, changes):
     changes = {
         "seqlen_q": 16384, "seqlen_k": 16384, "num_heads_q": 64,
         "num_heads_kv": 8, "head_dim": 128, "head_dim_v": 128,
         "causal": True, **changes,
     }  # fmt: skip
     problem = small_problem("backward", "bfloat16", **changes)
-    kernels = plan(problem, device_of_arch("sm_90a")).kernels
-    found = {dict(x.constants).get("GROUP_PARTS", 1) for x in kernels}
-    assert max(found) == parts
+    main = plan(
+        problem,
+        replace(device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20),
+    )
+    constants = dict(
+        x
+        for kernel in main.kernels
+        if kernel.entry == "backward_sm90"
+        for x in kernel.constants
+    )
+    assert constants["GROUP_PARTS"] == parts
+    assert constants["HEADS_INNERMOST"] == innermost

@@ -345,15 +345,6 @@ EMULATOR_CALLED void stmatrix_x4(
     emulator::stmatrix(address, {r0, r1, r2, r3}, {file, line});
 }
 
-EMULATOR_CALLED void stmatrix_x4_transposed(
-    u32 address, u32 r0, u32 r1, u32 r2, u32 r3, EMULATOR_SITE) {
-    const u32 t0 = movmatrix_transposed(r0, file, line);
-    const u32 t1 = movmatrix_transposed(r1, file, line);
-    const u32 t2 = movmatrix_transposed(r2, file, line);
-    const u32 t3 = movmatrix_transposed(r3, file, line);
-    emulator::stmatrix(address, {t0, t1, t2, t3}, {file, line});
-}
-
 inline void wgmma_fence(EMULATOR_SITE) { emulator::fence_wgmmas({file, line}); }
 
 inline void wgmma_commit(EMULATOR_SITE) { emulator::commit_wgmmas({file, line}); }

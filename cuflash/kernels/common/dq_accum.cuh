@@ -25,11 +25,7 @@ struct WarpGrid {
     }
 };
 
-// 80 queries are not a multiple of a warpgroup's 64 rows: sm90/backward.cu then computes dQ^T.
-constexpr bool TRANSPOSED_DQ = BLOCK_Q == 80;
-template <bool> struct QueryGridOf { using type = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>; };
-template <> struct QueryGridOf<true> { using type = WarpGrid<HEAD_DIM, BLOCK_Q, NUM_WARPS>; };
-using QueryGrid = QueryGridOf<TRANSPOSED_DQ>::type;                     // dQ, or dQ^T
+using QueryGrid = WarpGrid<BLOCK_Q, HEAD_DIM, SCORE_WARPS_Q>;           // dQ
 
 // A tile's sums lie in the order in which threads hold them, the four floats of a C fragment side
 // by side, so a warp adds 512 contiguous bytes. A thread's first fragment is at dq_sum_first(), its

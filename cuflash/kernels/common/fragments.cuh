@@ -46,17 +46,3 @@ __device__ __forceinline__ void store_fragments(
                 store_shared(tile + tile_offset<ROWS>(row + m * 16 + half * 8, column + n * 8),
                              packed[m][n][half]);
 }
-
-// Stores the transpose of a warp's packed fragments, of 16 rows, to a tile of ROWS rows, from its
-// first row and from first_column on.
-template <int ROWS, int N_TILES>
-__device__ __forceinline__ void store_transposed(
-    u32 tile, const Packed<1, N_TILES>& packed, int first_column) {
-    const int lane = threadIdx.x % 32, column = first_column + lane % 4 * 2;
-    #pragma unroll
-    for (int n = 0; n < N_TILES; ++n)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            store_shared(tile + tile_offset<ROWS>(n * 8 + lane / 4, column + half * 8),
-                         movmatrix_transposed(packed[0][n][half]));
-}

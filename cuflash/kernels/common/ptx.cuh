@@ -597,13 +597,6 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2,
                  :: "r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
-// The same, transposed: addresses are those of columns of the matrices that the registers hold.
-__device__ __forceinline__ void stmatrix_x4_transposed(
-    u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
-}
-
 // ---- wgmma: MMAs of a warpgroup, four consecutive warps whose first index is a multiple of 4 ----
 //
 // All four warps execute each of these instructions.

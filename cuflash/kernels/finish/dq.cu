@@ -127,11 +127,7 @@ backward_dq(const __grid_constant__ Arguments whole) {
     }
     Packed<QueryGrid::M_TILES, QueryGrid::N_TILES> packed;
     pack_fragments<Element>(packed, dq);
-    if constexpr (TRANSPOSED_DQ)
-        store_transposed<BLOCK_Q>(dq_tile, packed, QueryGrid::first_row());
-    else
-        store_fragments<BLOCK_Q>(
-            dq_tile, packed, QueryGrid::first_row(), QueryGrid::first_column());
+    store_fragments<BLOCK_Q>(dq_tile, packed, QueryGrid::first_row(), QueryGrid::first_column());
     const bool needs_recompute = __syncthreads_or(!finite);
 
     const Strides stride = arguments.dq_stride;

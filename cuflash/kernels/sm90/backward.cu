@@ -45,13 +45,12 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; HEADS_INNERMOST
-// GROUP_PARTS and TAIL_PARTS (backward_scheduler.cuh); PART_SEMAPHORES: CONSUMER_WARPS if one of
-// them is more than 1, else 0; SCORE_BENDS: the
-// user's function of scores has a slope other than 1; SCORES_TWICE: compute_ds() computes scores
-// again, because their gradients are also added to sums of dbias or of the user's arrays, before
-// they are multiplied by slopes, and registers hold no more than P; Arguments and the options
-// (docs/guide/options.md).
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; HEADS_INNERMOST,
+// GROUP_PARTS and TAIL_PARTS (backward_scheduler.cuh); PART_SEMAPHORES: CONSUMER_WARPS if
+// HAS_PARTS, else 0; SCORE_BENDS: the user's function of scores has a slope other than 1;
+// SCORES_TWICE: compute_ds() computes scores again, because their gradients are also added to sums
+// of dbias or of the user's arrays, before they are multiplied by slopes, and registers hold no
+// more than P; Arguments and the options (docs/guide/options.md).
 // Shared memory, barriers, DOUBLE_BUFFERED_K: backward_shared.cuh.
 //
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
@@ -63,9 +62,8 @@
 
 constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
-constexpr int QUERY_PANEL_BYTES = BLOCK_Q * PANEL_ROW_BYTES;
 constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
-constexpr bool DEFERRED_DQ = BLOCK_Q == CONSUMERS * 64;
+constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
 // Whether rows' statistics are read before S is issued: where that was measured to be faster.
 constexpr bool EARLY_STATISTICS =
     !DEFERRED_DQ && LINEAR && !SEGMENTS && !HAS_MASK && !DROPOUT;
@@ -77,7 +75,7 @@ constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
 static_assert(CONSUMER_THREADS == THREADS, "the plan's warps are the consumers");
 static_assert(CONSUMERS == 2, "registers suffice for two consumers");
-static_assert(QueryGrid::M_TILES == 1 && (TRANSPOSED_DQ || QueryGrid::WARP_COLUMNS <= 64),
+static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
               "a warpgroup's part of dQ is 64 queries and at most 64 columns");
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= gradient_bytes(HEAD_DIM),
               "64 rows of dK or dV leave through the staging buffer of a part of dQ");
@@ -94,8 +92,7 @@ __device__ __forceinline__ void issue_gradient(
     wgmma_commit();
 }
 
-// The warpgroup's part of dQ = dS K: 64 queries and all columns, or all queries and 64 columns.
-// TRANSPOSED_DQ: of dQ^T = K^T dS^T.
+// The warpgroup's part of dQ = dS K: 64 queries and all columns, or all 64 queries and 64 columns.
 struct IssueDq {
     SharedPlan& shared;
     const WorkState& state;
@@ -109,8 +106,7 @@ struct IssueDq {
         const u64 k = descriptor(shared.k_tile(state) + (BY_QUERIES ? 0 : panel), PANEL_BYTES);
         warpgroup_fence_operand(dq);
         wgmma_fence();
-        if constexpr (TRANSPOSED_DQ) gemm_atbt_ss<Element, BLOCK_K, BLOCK_Q>(dq, k, ds);
-        else gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
+        gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
         wgmma_commit();
     }
 };
@@ -142,9 +138,7 @@ __device__ __forceinline__ void publish_ds(
     SharedPlan& shared, PipelineState<2> ds_stage, const u32 (&ds)[S_REGS / 2], int warp_row,
     int lane) {
     if (DEFERRED_DQ) mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
-    const u32 tile = shared_address(&shared.ds[ds_stage.index]);
-    if constexpr (TRANSPOSED_DQ) store_columns<BLOCK_Q>(tile, warp_row, lane, ds);
-    else store_rows<BLOCK_K>(tile, warp_row, lane, ds);
+    store_rows<BLOCK_K>(shared_address(&shared.ds[ds_stage.index]), warp_row, lane, ds);
     fence_async_proxy();
     __syncwarp();
     mbarrier_arrive_if(lane == 0, barrier_at(shared.ds_full, ds_stage.index));
@@ -255,15 +249,15 @@ struct Iterate {
         const u64 k = descriptor(shared.k_tile(state) + keys, 0);
         const u64 v = descriptor(shared_address(&shared.v) + keys, 0);
         // Columns of B in S and dP, rows of B in dK and dV.
-        const u64 q = descriptor(shared_address(&shared.q[stage.index]), QUERY_PANEL_BYTES);
-        const u64 dout = descriptor(shared_address(&shared.dout[stage.index]), QUERY_PANEL_BYTES);
+        const u64 q = descriptor(
+            shared_address(&shared.q[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
+        const u64 dout = descriptor(
+            shared_address(&shared.dout[stage.index]), BLOCK_Q * PANEL_ROW_BYTES);
         float s[S_REGS], dp[S_REGS], dq[DQ_REGS], derivatives[S_REGS];
         u32 p[S_REGS / 2];
         mbarrier_wait(barrier_at(shared.q_full, stage.index), stage.phase);
         LaneRows<EARLY_STATISTICS> lane_rows(rows, first_column);
         lane_rows.load_lse();
-        // With 80 queries P, dS and dQ leave no registers for S while dK still reads dS.
-        if (TRANSPOSED_DQ) wgmma_wait<0>();
         issue_scores<HEAD_DIM>(s, k, q);
         wgmma_wait<1>();                                    // dK of the previous iteration
         warpgroup_fence_operand(dk);

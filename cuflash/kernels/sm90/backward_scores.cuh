@@ -85,8 +85,7 @@ template <bool EARLY> struct LaneStatistic {
 // but delta, so that what follows does not wait for shared memory.
 template <bool EARLY = false> struct LaneRows {
     const QueryRows& rows;
-    LaneStatistic<EARLY> lse;
-    LaneStatistic<EARLY && BLOCK_Q <= 64> delta;            // registers permitting
+    LaneStatistic<EARLY> lse, delta;
     int early_q_start = 0, early_has_large_lse = 0;
     float early_scale = 0.0f;
 

@@ -12,7 +12,6 @@
 // begins. A tile's end does not wait until the stores of dK and dV have read shared memory: dK is
 // stored through K's stage, dV through the staging buffer of dQ.
 #pragma once
-#include "common/dq_accum.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/row_stats.cuh"
 
@@ -69,15 +68,10 @@ template <> struct KeyTileBarriers<true> {
     }
 };
 
-// dS^T or, TRANSPOSED_DQ, dS: 80 queries are less than two panels.
-template <bool> struct DsTileOf { using type = SmemTile<BLOCK_K, BLOCK_Q>; };
-template <> struct DsTileOf<true> { using type = SmemTile<BLOCK_Q, BLOCK_K>; };
-using DsTile = DsTileOf<TRANSPOSED_DQ>::type;
-
 struct SharedTiles : KeyTileStages<DOUBLE_BUFFERED_K> {
     SmemTile<BLOCK_Q, HEAD_DIM> q[STAGES];
     SmemTile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
-    DsTile ds[2];
+    SmemTile<BLOCK_K, BLOCK_Q> ds[2];                       // dS^T
     alignas(1024) unsigned char staging[CONSUMERS][DQ_PART_BYTES];   // dQ; then dV, dK
     QueryRows rows[STAGES];
     u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];

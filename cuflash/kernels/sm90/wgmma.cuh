@@ -73,17 +73,6 @@ __device__ __forceinline__ void gemm_atb_ss(
             advance(b, step * WGMMA_K * PANEL_ROW_BYTES), step > 0 || accumulate, Element{});
 }
 
-// D = A^T B^T: A is ROWS rows of 64 columns, from the one at which `a` points; B is LINES rows of
-// ROWS columns.
-template <typename Element, int ROWS, int LINES, int COUNT>
-__device__ __forceinline__ void gemm_atbt_ss(float (&d)[COUNT], u64 a, u64 b) {
-    #pragma unroll
-    for (int step = 0; step < ROWS / WGMMA_K; ++step)
-        wgmma_shared<1, true, false>(
-            d, advance(a, step * WGMMA_K * PANEL_ROW_BYTES),
-            advance(b, column_step<LINES>(step)), step > 0, Element{});
-}
-
 // Rounds an accumulator to Element: its registers are then in the order of an A operand.
 template <typename Element, int COUNT>
 __device__ __forceinline__ void pack_pairs(u32 (&packed)[COUNT], const float (&d)[2 * COUNT]) {
@@ -100,18 +89,6 @@ __device__ __forceinline__ void store_rows(
     for (int j = 0; j < COUNT / 4; ++j)                     // 16 rows, 16 columns
         stmatrix_x4((chunk_of_lane ^ (j % 4 * 2 * CHUNK_BYTES)) + j / 4 * (ROWS * PANEL_ROW_BYTES),
                     packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
-}
-
-// Stores their transpose: to 16 columns of a tile of ROWS rows, from first_column on.
-template <int ROWS, int COUNT>
-__device__ __forceinline__ void store_columns(
-    u32 tile, int first_column, int lane, const u32 (&packed)[COUNT]) {
-    const u32 chunk_of_lane =
-        tile + tile_offset<ROWS>(lane / 16 * 8 + lane % 8, first_column + lane / 8 % 2 * 8);
-    #pragma unroll
-    for (int j = 0; j < COUNT / 4; ++j)                     // 16 rows, 16 columns
-        stmatrix_x4_transposed(chunk_of_lane + j * 16 * PANEL_ROW_BYTES, packed[4 * j],
-                               packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
 }
 
 // ---- Stores of accumulators without shared memory ----
