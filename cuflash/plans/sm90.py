@@ -34,6 +34,7 @@ from .steps import (
     is_packed,
     is_wide,
     kernel_of,
+    key_tiles,
     last_section,
     lse_rest_buffers,
     lse_rest_launches,
@@ -484,6 +485,11 @@ def _is_wide(tile: Tile) -> bool:
     return tile.block_k == 64
 
 
+def _is_plain(problem: Problem) -> bool:
+    """Without options that act on pairs or tiles."""
+    return acts(problem) <= {"rows"}
+
+
 # Blocks of a cluster, each with a key tile of a pair; one's columns of dQ.
 _CLUSTER_BLOCKS, _CLUSTER_HEAD_DIM = 2, 256
 
@@ -494,7 +500,7 @@ def _in_clusters(problem: Problem, tile: Tile) -> bool:
         _is_wide(tile)
         and tile.num_stages == 2
         and head_dims(problem) == (_CLUSTER_HEAD_DIM, _CLUSTER_HEAD_DIM)
-        and acts(problem) <= {"rows"}
+        and _is_plain(problem)
         and not is_packed(problem)
     )
 
@@ -531,8 +537,7 @@ def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """
     if not {"window", "segment_ids", "mask_mod"}.isdisjoint(problem.options):
         return True
-    is_plain = acts(problem) <= {"rows"}
-    return is_plain and tile.block_q > 64 and tile.num_stages == 2
+    return _is_plain(problem) and tile.block_q > 64 and tile.num_stages == 2
 
 
 def _dq_parts(tile: Tile, head_dim: int) -> int:
@@ -546,7 +551,85 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
     return head_dim // 128 if head_dim % 128 == 0 else 1
 
 
-def _backward_shared(problem: Problem, tile: Tile) -> int:
+# Consumer warps of sm90/backward.cu, each with the sums of 16 keys.
+_CONSUMER_WARPS = 8
+
+# What a part costs apart from its iterations, in iterations, and what handing
+# on sums to the next one does, as measured.
+_PART_COST, _HANDOVER_COST = 5, 1
+
+# Iterations of a part of a group, with which that costs 8 %.
+_PART_ITERATIONS = 64
+
+# Each number is a kernel of its own.
+_TAIL_PARTS = (1, 2, 3, 5, 8)
+
+
+def _may_have_parts(problem: Problem, tile: Tile) -> bool:
+    """Whether a work tile may have a part of a key tile's iterations."""
+    return (
+        _is_plain(problem)
+        and not _is_wide(tile)
+        and not problem.deterministic
+        and not is_packed(problem)
+    )
+
+
+def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
+    """TAIL_PARTS of sm90/backward_scheduler.cuh: what takes least time."""
+    if problem.causal or not _may_have_parts(problem, tile):
+        return 1
+    rest = key_tiles(problem, tile.block_k) % device.num_sms
+    iterations = problem.group_size * count_tiles(
+        problem, problem.seqlen_q, tile.block_q
+    )
+
+    def cost(parts: int) -> int:
+        rounds = ceil_div(rest * parts, device.num_sms)
+        of_part = ceil_div(iterations, parts) + _PART_COST
+        return rounds * of_part + (parts > 1) * parts * _HANDOVER_COST
+
+    return min((x for x in _TAIL_PARTS if x <= iterations), key=cost)
+
+
+def _group_parts(problem: Problem, device: Device, tile: Tile) -> int:
+    """GROUP_PARTS of sm90/backward_scheduler.cuh.
+
+    More than 1 where the groups that are visited at a time do not fit in L2.
+    Many short heads, of which parts would not fit either, are innermost.
+    """
+    if not (problem.causal and _may_have_parts(problem, tile)):
+        return 1
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    groups = min(
+        device.num_sms / k_tiles + 1, problem.batch * problem.num_heads_kv
+    )
+    bytes_of_heads = groups * _head_bytes(problem, tile)
+    group = problem.group_size
+    if group * bytes_of_heads <= device.l2_bytes:
+        return 1
+    # Of a mean key tile and head, with as many queries as keys.
+    visits = count_tiles(problem, problem.seqlen_q, tile.block_q) // 2 + 1
+    heads = next(
+        x
+        for x in range(1, group + 1)
+        if group % x == 0 and (x * visits >= _PART_ITERATIONS or x == group)
+    )
+    fits = heads * bytes_of_heads <= 2 * device.l2_bytes
+    return group // heads if fits or not heads_innermost(problem) else 1
+
+
+def _head_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of a query head: q and dout have 2 an element, sums of dq 4."""
+    d, dv = _backward_head_dims(problem, tile)
+    visible_queries = int(min(window_of(problem), problem.seqlen_q))
+    return visible_queries * (6 * d + 2 * dv)
+
+
+def _backward_shared(
+    problem: Problem, tile: Tile, *, has_parts: bool = True
+) -> int:
+    """has_parts: that it has them, where it may."""
     if _in_clusters(problem, tile):
         return _cluster_shared(problem, tile)
     d, dv = _backward_head_dims(problem, tile)
@@ -556,6 +639,7 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
     work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
+    work += 3 * 4 * (has_parts and _may_have_parts(problem, tile))
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
         if _double_buffered_k(problem, tile):
@@ -648,23 +732,29 @@ def rows_kernel(
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
-    shared = _backward_shared(problem, tile)
+    parts = _group_parts(problem, device, tile)
+    tail_parts = _tail_parts(problem, device, tile)
+    has_parts = max(parts, tail_parts) > 1
+    shared = _backward_shared(problem, tile, has_parts=has_parts)
+    part_semaphores = _CONSUMER_WARPS if has_parts else 0
     wide = "_wide" if _is_wide(tile) else ""
     in_clusters = _in_clusters(problem, tile)
     together = _CLUSTER_BLOCKS if in_clusters else 1
     of_narrow = () if wide else (
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
+        ("PART_SEMAPHORES", part_semaphores),
     )  # fmt: skip
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
     in_order = problem.deterministic and not integers
-    innermost = heads_innermost(problem)
+    innermost = heads_innermost(problem) and not has_parts
     semaphores = _dq_parts(tile, d) if in_order else 0
     rows = rows_kernel(
         problem, tile, "row_stats", d,
         ("DQ_COLUMNS", d),
         ("DQ_SEMAPHORES", semaphores),
+        ("PART_SEMAPHORES", part_semaphores),
         ("INTEGER_DQ", integers),
         ("CAUSAL", integers and problem.causal),
         options=(
@@ -679,6 +769,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("HEADS_INNERMOST", innermost),
+        ("GROUP_PARTS", parts),
+        ("TAIL_PARTS", tail_parts),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),
@@ -692,13 +784,11 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     kv_pairs = problem.batch * problem.num_heads_kv
     k_tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
     k_tiles = k_tiles_of_head * kv_pairs
-    visible_queries = int(min(window_of(problem), problem.seqlen_q))
     heads = heads_per_section(
         problem,
         device,
-        problem.num_heads_kv,
-        # q and dout have 2 bytes per element, the sums of dq 4
-        problem.group_size * visible_queries * (6 * d + 2 * dv),
+        problem.num_heads_kv * parts,
+        problem.group_size // parts * _head_bytes(problem, tile),
     )
     if skips_tiles(problem):
         heads = _ordered_heads(problem, problem.num_heads_kv, heads)
@@ -708,9 +798,15 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     # Of clusters, and of the pairs that they take.
     running = max(device.num_sms // together, 1)
     tiles_of_head = ceil_div(k_tiles_of_head, together)
+    works = tiles_of_head * kv_pairs * max(parts, tail_parts)
     last = last_section(
-        problem, heads, kv_pairs, tiles_of_head, running, of_block=last_tiles
-    )
+        problem, heads, kv_pairs * parts, tiles_of_head, running,
+        of_block=last_tiles,
+    )  # fmt: skip
+    sums = q_tiles * tile.block_q * d * (1 + integers)
+    with_parts = k_tiles if parts > 1 else k_tiles % device.num_sms
+    if has_parts:  # of dk and dv
+        sums += with_parts * tile.block_k * (d + dv)
     bytes_of_rows = q_tiles * _rows_bytes(problem, tile)
     if integers:
         bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
@@ -724,7 +820,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
             *lse_rest_launches(problem, "sm90"),
             Launch(rows, q_tiles),
-            Launch(main, together * min(tiles_of_head * kv_pairs, running)),
+            Launch(main, together * min(works, running)),
             rounding_launch(
                 problem,
                 tile,
@@ -744,9 +840,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *buffers_of_options(problem, tile, k_tiles_of_head),
             *lse_rest_buffers(problem),
             Buffer("delta", 16, bytes_of_rows // 16),
-            Buffer("dq_sum", 4, q_tiles * tile.block_q * d * (1 + integers)),
+            Buffer("dq_sum", 4, sums),
             Buffer("tile_counter", 4, 1),
-            Buffer("recompute_flags", 4, k_tiles),
+            Buffer("recompute_flags", 4, k_tiles * (1 + part_semaphores)),
             Buffer("dq_semaphores", 4, q_tiles * semaphores),
         ),
     )
