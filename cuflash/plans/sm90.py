@@ -458,9 +458,27 @@ _ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
 _BACKWARD_REGISTERS = 208
 
 
-# With dq_semaphore, more concurrent heads cost up to 10 % at seqlen 512, as
-# measured; fewer cost as much at 4096.
+# With dq_semaphore, as measured: more concurrent heads, if they have many
+# query tiles, cost up to 10 %.
 MAX_SEMAPHORE_HEADS = 16
+
+# sm90/backward_dq_writers.cuh's DQ_INTERVAL: key tiles of a head that start
+# together begin to add that many iterations after one another.
+_SEMAPHORE_INTERVAL = 2
+
+
+def _most_semaphore_heads(problem: Problem, tile: Tile, device: Device) -> int:
+    """The most concurrent heads of a deterministic call.
+
+    Of so many heads few key tiles start together: the last one waits for as
+    many iterations as it has.
+    """
+    if _is_wide(tile):
+        return MAX_SEMAPHORE_HEADS
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    iterations = problem.group_size * q_tiles
+    least = _SEMAPHORE_INTERVAL * device.num_sms // iterations
+    return max(MAX_SEMAPHORE_HEADS, least)
 
 
 def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -793,7 +811,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     if skips_tiles(problem):
         heads = _ordered_heads(problem, problem.num_heads_kv, heads)
     if in_order:
-        heads = min(heads, MAX_SEMAPHORE_HEADS)
+        heads = min(heads, _most_semaphore_heads(problem, tile, device))
     last_tiles = _LAST_WIDE_TILES if innermost and wide else LAST_TILES
     # Of clusters, and of the pairs that they take.
     running = max(device.num_sms // together, 1)

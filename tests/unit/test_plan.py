@@ -867,6 +867,25 @@ def test_the_last_section_has_two_causal_tiles_a_block(
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "tokens", "group", "beside"),
+    [(64, 512, 1, 66), (64, 1024, 1, 33), (64, 1024, 4, 12),
+     (128, 512, 1, 33), (128, 1024, 1, 16), (256, 512, 1, 16)],
+)  # fmt: skip
+def test_heads_beside_each_other_in_order(head_dim, tokens, group, beside):
+    """Two blocks of all SMs' for each query tile of a head, if L2 has room.
+
+    Of fewer heads more key tiles start together, and wait for one another.
+    """
+    problem = small_problem(
+        "backward", "float16", head_dim, head_dim_v=head_dim, batch=16,
+        seqlen_q=tokens, seqlen_k=tokens, num_heads_q=32,
+        num_heads_kv=32 // group, deterministic=True,
+    )  # fmt: skip
+    device = replace(device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20)
+    assert plan(problem, device).heads_per_section == beside
+
+
+@pytest.mark.parametrize(
     ("tokens", "is_broadcast", "beside"),
     [(16384, True, 4), (16384, False, 1), (4096, True, 1)],
 )

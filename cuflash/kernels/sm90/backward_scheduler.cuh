@@ -278,11 +278,19 @@ __device__ __forceinline__ int query_tile_index(
          + sequence.first_q / BLOCK_Q + sequence.number;
 }
 
-// Calls f(query_tile, rank, has_predecessors) for each of the block's iterations, by a whole warp:
-// query_tile is an index as above. If DETERMINISTIC, the key tiles that add to a query
-// tile's dQ do so in the order of `rank`, without gaps; the first of them has no predecessors.
-template <class Shared, class F>
+// An iteration's addition to dQ. If DETERMINISTIC, the key tiles that add to a query tile's dQ do
+// so in the order of `rank`, without gaps; `semaphore` is the query tile whose semaphore they use.
+struct DqAddition {
+    int query_tile, semaphore, rank;                        // query tiles: indices as above
+    bool acquires, releases;
+};
+
+// Calls f(DqAddition) for each of the block's iterations, by a whole warp. INTERVAL query tiles of
+// a head share the semaphore of the first: a key tile acquires it before it adds to any of them,
+// and releases it after all.
+template <int INTERVAL, class Shared, class F>
 __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared& shared, F f) {
+    static_assert(INTERVAL == 1 || !WINDOW, "predecessors see only a part of the query tiles");
     const int lane = threadIdx.x % 32;
     for (WorkState state;; ++state.count) {
         const WorkTile work = acquire_work_tile(shared, state);
@@ -299,8 +307,17 @@ __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared
         const int end_before = BOUNDED ? query_tiles(args, work.tile - 1, sequence).end : 0;
         release_work_tile(shared, state, lane == 0);
         QueryTileIterator it(args, query_tiles(args, work.tile, sequence), work, part_of(work));
-        for (; it.remaining > 0; it.next(args, work))
-            f(query_tile_index(args, sequence, work.batch, it.head, it.tile), rank,
-              rank > 0 && it.tile >= first_before && (!BOUNDED || it.tile < end_before));
+        for (; it.remaining > 0; it.next(args, work)) {
+            const int of_semaphore = it.tile % INTERVAL;
+            const int step = LAST_KEYS_FIRST && it.end < it.first ? -1 : 1;
+            const int first = step < 0 ? INTERVAL - 1 : 0, last = INTERVAL - 1 - first;
+            const int index = query_tile_index(args, sequence, work.batch, it.head, it.tile);
+            f(DqAddition{
+                index, index - of_semaphore, rank,
+                rank > 0 && (INTERVAL == 1 || of_semaphore == first || it.tile == it.first)
+                    && it.tile - of_semaphore + INTERVAL > first_before
+                    && (!BOUNDED || it.tile < end_before),
+                INTERVAL == 1 || of_semaphore == last || it.tile + step == it.end});
+        }
     }
 }
