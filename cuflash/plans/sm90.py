@@ -541,12 +541,6 @@ def _cluster_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
-def _cluster_constants(blocks: int) -> tuple[Constant, ...]:
-    if blocks == 1:
-        return ()
-    return ("CLUSTER_BLOCKS", blocks), ("MULTICAST", True)
-
-
 def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """DOUBLE_BUFFERED_K of sm90/backward_shared.cuh.
 
@@ -762,6 +756,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
         ("PART_SEMAPHORES", part_semaphores),
     )  # fmt: skip
+    of_cluster = (("CLUSTER_BLOCKS", together),) if in_clusters else ()
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
@@ -794,7 +789,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SCORES_TWICE", scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *of_narrow,
-        *_cluster_constants(together),
+        *of_cluster,
         part="_cluster" if in_clusters else wide,
         ptxas_level=tile.ptxas_level,
     )  # fmt: skip
