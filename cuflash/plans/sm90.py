@@ -566,15 +566,15 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
 # Consumer warps of sm90/backward.cu, each with the sums of 16 keys.
 _CONSUMER_WARPS = 8
 
-# What a part costs apart from its iterations, in iterations, and what handing
-# on sums to the next one does, as measured.
-_PART_COST, _HANDOVER_COST = 5, 1
+# In iterations, as measured: what a part costs apart from its own, and a part
+# for each one before it that runs at the same time, whose sums it waits for.
+_PART_COST, _HANDOVER_COST = 5, 4
 
 # Iterations of a part of a group, with which that costs 8 %.
 _PART_ITERATIONS = 64
 
-# Each number is a kernel of its own.
-_TAIL_PARTS = (1, 2, 3, 5, 8)
+# Each number is a kernel of its own. Of equally good ones the first is taken.
+_TAIL_PARTS = (1, 5, 3, 2)
 
 
 def _may_have_parts(problem: Problem, tile: Tile) -> bool:
@@ -599,7 +599,9 @@ def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
     def cost(parts: int) -> int:
         rounds = ceil_div(rest * parts, device.num_sms)
         of_part = ceil_div(iterations, parts) + _PART_COST
-        return rounds * of_part + (parts > 1) * parts * _HANDOVER_COST
+        together = min(parts, device.num_sms // max(rest, 1))
+        waits = together * (together - 1) // 2
+        return rounds * of_part + waits * _HANDOVER_COST
 
     return min((x for x in _TAIL_PARTS if x <= iterations), key=cost)
 
