@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash.expressions import derivative, nodes
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
@@ -706,10 +708,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             Launch(main, together * min(tiles_of_head * kv_pairs, running)),
             rounding_launch(
                 problem,
-                tile,
+                replace(tile, block_k=together * tile.block_k),
                 "sm90",
                 (d, dv),
-                q_tiles + (k_tiles if is_masked else 0),
+                q_tiles + (tiles_of_head * kv_pairs if is_masked else 0),
                 dq_warps,
                 recomputes=is_masked,
                 semaphores=semaphores,
