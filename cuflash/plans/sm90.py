@@ -845,10 +845,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             Launch(main, together * min(works, running)),
             rounding_launch(
                 problem,
-                tile,
+                replace(tile, block_k=together * tile.block_k),
                 "sm90",
                 (d, dv),
-                q_tiles + (k_tiles if is_masked else 0),
+                q_tiles + (tiles_of_head * kv_pairs if is_masked else 0),
                 dq_warps,
                 recomputes=is_masked,
                 semaphores=semaphores,

@@ -705,7 +705,7 @@ def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
 ):
     """The tiles of two heads, or clusters' pairs of tiles.
 
-    Before them, one block per query tile; after them, one of each tile.
+    Before them, one block per query tile; after them, one of each item too.
     """
     device = replace(device_of_arch("sm_90a"), num_sms=blocks)
     problem = small_problem(
@@ -714,10 +714,9 @@ def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
     )  # fmt: skip
     decided = plan(problem, device)
     q_tiles = -(-300 // decided.tile.block_q) * 2 * 2
-    k_tiles = -(-300 // decided.tile.block_k) * 2
     running = of_item * min(blocks // of_item, items)
     assert [x.blocks for x in decided.launches] == [
-        q_tiles, running, q_tiles + k_tiles,
+        q_tiles, running, q_tiles + items,
     ]  # fmt: skip
 
 

@@ -130,8 +130,7 @@ __device__ __forceinline__ void store_gradient(
         store_to_array(first + part * COLUMNS_OF_PART, stride.token, sum[part], key, seqlen_k,
                        num_columns - part * COLUMNS_OF_PART);
     }
-    if (MASKED && !finite && tile * BLOCK_K < seqlen_k)
-        *recompute_flag(args, {tile, work.head, work.batch}) = 1;
+    if (MASKED && !finite) *recompute_flag_of_pair(args, work) = 1;
     __syncwarp();
 }
 

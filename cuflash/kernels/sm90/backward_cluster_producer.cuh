@@ -31,6 +31,15 @@ struct alignas(16) SentWorkTile : WorkTile { int padding; };
 __device__ __forceinline__ int num_pairs(const Arguments& args) {
     return (num_key_tiles(args, BLOCK_K) + CLUSTER_BLOCKS - 1) / CLUSTER_BLOCKS;
 }
+// Pairs have flags, not key tiles: a query tile that one of two sees has reached both. To
+// finish/dq.cu, BLOCK_K is a pair's.
+__device__ __forceinline__ int* recompute_flag_of_pair(const Arguments& args, WorkTile work) {
+    const BackwardArguments& arrays = args.arrays;
+    return arrays.recompute_flags
+         + (work.batch * arrays.shape.num_heads_kv + work.head) * num_pairs(args)
+         + work.tile / CLUSTER_BLOCKS;
+}
+
 // As next_index() and first_index().
 __device__ __forceinline__ int next_pair(const Arguments& args) {
     return (DETERMINISTIC ? 0 : gridDim.x / CLUSTER_BLOCKS)
