@@ -7,7 +7,7 @@ from cuflash.request.problem import Problem
 
 from . import steps
 from .in_one import forward_in_one, gradients_in_one
-from .kernel import Device, Maker, Plan
+from .kernel import Constant, Device, Maker, Plan
 from .rounding import round_up
 from .steps import (
     ROWS_PAD,
@@ -64,16 +64,24 @@ def rows_fit(problem: Problem, tile: Tile, kinds: int = 1) -> bool:
     return rows <= 8 and kinds * rows * (columns + 4) <= REGISTERS
 
 
+def _have_room(device: Device, tile: Tile, small: int, large: int) -> bool:
+    """Whether as many blocks are on an SM with more shared memory each.
+
+    Registers hold eight warps: a lane has up to 255.
+    """
+    blocks = device.blocks_by_shared(small)
+    return device.blocks_by_shared(large) >= min(
+        blocks, max(8 // tile.num_warps, 1)
+    )
+
+
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     weight_keys = _weight_keys(tile)
     if problem.bias == "float32":
         # All columns of P, if as many blocks have room: biases wait there.
-        blocks = [
-            device.blocks_by_shared(_forward_shared(problem, tile, keys))
-            for keys in (weight_keys, tile.block_k)
-        ]
-        # Registers hold 8 warps: a lane has up to 255.
-        if blocks[1] >= min(blocks[0], max(8 // tile.num_warps, 1)):
+        small = _forward_shared(problem, tile)
+        large = _forward_shared(problem, tile, tile.block_k)
+        if _have_room(device, tile, small, large):
             weight_keys = tile.block_k
     return forward_in_one(
         problem, device, tile, "fma",
@@ -83,11 +91,13 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )  # fmt: skip
 
 
-def _backward_shared(problem: Problem, tile: Tile) -> int:
+def _backward_shared(
+    problem: Problem, tile: Tile, ds_apart: bool = False
+) -> int:
     d, dv = head_dims(problem)
     return 4 * (
         (tile.block_q + tile.block_k) * (d + dv + 2 * ROWS_PAD)
-        + tile.block_q * (tile.block_k + WEIGHTS_PAD)
+        + (1 + ds_apart) * tile.block_q * (tile.block_k + WEIGHTS_PAD)
         + 2 * tile.block_q  # lse and delta
     )
 
@@ -117,15 +127,22 @@ def _backward_fits(problem: Problem, tile: Tile) -> bool:
 
 
 def gradients(
-    problem: Problem, device: Device, tile: Tile, shared: int
+    problem: Problem, device: Device, tile: Tile, shared: int, *own: Constant
 ) -> Plan:
     """The plan of a backward or a double backward."""
     dims = head_dims(problem)
-    return gradients_in_one(problem, device, tile, "fma", dims, shared)
+    return gradients_in_one(problem, device, tile, "fma", dims, shared, *own)
 
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
-    return gradients(problem, device, tile, _backward_shared(problem, tile))
+    # Measured at head_dim 64 alone.
+    small, large = (_backward_shared(problem, tile, x) for x in (False, True))
+    apart = head_dims(problem) == (64, 64) and _have_room(
+        device, tile, small, large
+    )
+    return gradients(
+        problem, device, tile, large if apart else small, ("DS_APART", apart)
+    )
 
 
 FORWARD = Maker(_forward, _forward_shared, rows_fit)

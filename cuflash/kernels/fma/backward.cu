@@ -15,17 +15,19 @@
 // says which lane holds which numbers.
 //
 // Constants: Element, CAUSAL, BLOCK_Q, BLOCK_K, NUM_WARPS, SCORE_WARPS_Q, GRADIENT_WARPS_K,
-// BLOCKS_PER_SM, SHARED_BYTES; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to multiples
-// of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of their key
-// tiles; Arguments and the options (docs/guide/options.md). With score modifications, scale S above
-// stands for the score (score_mod.cuh), and dS / scale for the gradient with respect to scale S
-// before them. Shared memory, in floats:
+// BLOCKS_PER_SM, SHARED_BYTES, DS_APART; HEAD_DIM and HEAD_DIM_V, the head dimensions rounded up to
+// multiples of 32; DETERMINISTIC: the blocks of one head add to a query tile's dQ in the order of
+// their key tiles; Arguments and the options (docs/guide/options.md). With score modifications,
+// scale S above stands for the score (score_mod.cuh), and dS / scale for the gradient with respect
+// to scale S before them. Shared memory, in floats:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
-//     weights  BLOCK_Q * (BLOCK_K + 8)         biases, then P, then dS; in column BLOCK_K rests
+//     weights  BLOCK_Q * (BLOCK_K + 8)         biases, then P; in column BLOCK_K rests
+//     with DS_APART as much again              dS, which otherwise takes P's place
 //     lse, delta  BLOCK_Q each
-// The next dO loads while dQ and dK are computed, the next Q, and biases, while dP is: six barriers
-// per iteration. All products load from shared memory one step ahead (loads_ahead.cuh).
+// The next dO loads while dQ and dK are computed, the next Q and biases while dP is: six barriers
+// per iteration. With DS_APART the biases load with dO, and there are five. All products load from
+// shared memory one step ahead (loads_ahead.cuh).
 //
 // Bad at: few keys with many queries (one block per key tile); head_dim above 128, where only small
 // tiles fit in shared memory.
@@ -41,8 +43,13 @@ struct SharedPlan {
     SmemTile<BLOCK_K, HEAD_DIM_V> v;
     SmemTile<BLOCK_Q, HEAD_DIM> q;
     SmemTile<BLOCK_Q, HEAD_DIM_V> dout;
-    WeightTile<BLOCK_Q, BLOCK_K> weights;
+    WeightTile<BLOCK_Q, BLOCK_K> weights[DS_APART ? 2 : 1];
     float lse[BLOCK_Q], delta[BLOCK_Q];
+
+    using Weights = float[BLOCK_Q][BLOCK_K + 8];
+    __device__ __forceinline__ Weights& p() { return weights[0].at; }
+    __device__ __forceinline__ const Weights& p() const { return weights[0].at; }
+    __device__ __forceinline__ Weights& ds() { return weights[DS_APART].at; }
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
@@ -57,9 +64,13 @@ __device__ __forceinline__ void prepare_rows(SharedPlan& shared, const ScoreTile
             if (row >= BLOCK_Q) continue;
             const float lse = effective_lse(shared.lse[row]);
             shared.lse[row] = lse;
-            shared.weights.at[row][BLOCK_K] = score_tile.rest(row, lse);
+            shared.p()[row][BLOCK_K] = score_tile.rest(row, lse);
         }
 }
+
+// Whether dbias is dS / scale. The tile of weights then holds dS / scale: dbias is written from
+// there, 16 bytes at a time, and dQ and dK are scaled as sums.
+constexpr bool DBIAS_OF_TILE = DBIAS && !BENDS;
 
 // P = exp(scale S - lse) and dS = scale P (dP - delta) replace S and dP; both are 0 for masked
 // pairs. With dropout, P Z and dS = scale P (Z dP - delta).
@@ -85,11 +96,8 @@ __device__ __forceinline__ void compute_p_and_ds(
     for (int i = 0; i < ROWS; ++i) {
         const int row = ScoreGrid::first_row() + lane_row() + i * LANE_ROWS;
         const float lse = HAS_LSE_RESTS ? shared.lse[row] : effective_lse(shared.lse[row]);
-        const float rest = HAS_LSE_RESTS ? shared.weights.at[row][BLOCK_K] : 0.0f;
+        const float rest = HAS_LSE_RESTS ? shared.p()[row][BLOCK_K] : 0.0f;
         const float delta = shared.delta[row], distance = score_tile.distance(row, first_key);
-        float* dbias = nullptr;
-        if constexpr (STORES_DBIAS)
-            dbias = score_tile.dbias.row(score_tile.q_start + row, score_tile.k_start + first_key);
         #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             const int key = first_key + j * LANE_COLUMNS;
@@ -99,7 +107,7 @@ __device__ __forceinline__ void compute_p_and_ds(
                 s[i][j] = weight(s[i][j], scale, lse);
             } else {
                 const int query = score_tile.q_start + row, of_key = score_tile.k_start + key;
-                const float bias = STAGES_BIASES ? shared.weights.at[row][key]
+                const float bias = STAGES_BIASES ? shared.p()[row][key]
                                                  : score_tile.score_mod.bias_of(query, of_key);
                 const float score = score_tile.score_mod.score(
                     s[i][j], bias, distance - static_cast<float>(j * LANE_COLUMNS), query, of_key,
@@ -109,16 +117,14 @@ __device__ __forceinline__ void compute_p_and_ds(
             const float z = DROPOUT && !kept.at(i, j) ? 0.0f : score_tile.dropout.factor;
             const auto gradient = [&] {                     // of a visible pair
                 const float ds = s[i][j] * ((DROPOUT ? z * dp[i][j] : dp[i][j]) - delta);
-                if constexpr (STORES_DBIAS)
-                    dbias[j * LANE_COLUMNS] = ds;
-                else
+                if constexpr (!DBIAS_OF_TILE)
                     score_tile.add_dbias(
                         derivatives, ds, score_tile.q_start + row, score_tile.k_start + key);
                 score_tile.score_mod.add_gradients(sums, pairs, i, j, derivatives, ds);
                 return BENDS ? ds * derivatives.by_product : ds;
             };
-            dp[i][j] = visible ? gradient() * scale : 0.0f;
-            if (DBIAS && !visible)
+            dp[i][j] = visible ? gradient() * (DBIAS_OF_TILE ? 1.0f : scale) : 0.0f;
+            if (DBIAS && !DBIAS_OF_TILE && !visible)
                 score_tile.dbias.add_masked(score_tile.q_start + row, score_tile.k_start + key);
             if constexpr (DROPOUT) s[i][j] *= z;
             if (!visible) s[i][j] = 0.0f;
@@ -152,13 +158,14 @@ struct BiasLoader {
     const Arguments& args;
     int batch, k_start, end_head;
 
+    template <bool ENABLED = true>
     __device__ __forceinline__ void load(int head, int tile) const {
-        if constexpr (STAGES_BIASES) {
+        if constexpr (ENABLED && STAGES_BIASES) {
             if (head >= end_head) return;
             HeadBias<float> biases;
             biases.set_head(args, batch, head);
             load_biases<AllThreads, BLOCK_Q, BLOCK_K>(
-                shared.weights.at, biases, tile * BLOCK_Q, k_start);
+                shared.p(), biases, tile * BLOCK_Q, k_start);
         }
     }
 };
@@ -180,20 +187,65 @@ __device__ __forceinline__ bool load_first_queries(
     return k_nonfinite;
 }
 
-// dQ = dS K of query tile q_tile, added to dQ.
+template <int M, int N> __device__ __forceinline__ void scale_sums(float (&x)[M][N], float scale) {
+    if constexpr (DBIAS_OF_TILE)
+        #pragma unroll
+        for (int i = 0; i < M; ++i)
+            #pragma unroll
+            for (int j = 0; j < N; ++j) x[i][j] *= scale;
+}
+
+// dbias of a tile, from the tile of weights.
+__device__ __forceinline__ void write_dbias(
+    const float (&ds)[BLOCK_Q][BLOCK_K + 8], const ScoreTile& score_tile, const Shape& shape) {
+    if constexpr (DBIAS_OF_TILE) {
+        const BiasGradient& dbias = score_tile.dbias;
+        const int num_rows = shape.seqlen_q - score_tile.q_start;
+        const int num_keys = shape.seqlen_k - score_tile.k_start;
+        constexpr int CHUNKS = BLOCK_K / CHUNK;
+        const bool whole = dbias.has_quads() && num_rows >= BLOCK_Q && num_keys >= BLOCK_K;
+        #pragma unroll
+        for (int first = 0; first < BLOCK_Q * CHUNKS; first += THREADS) {
+            const int i = first + threadIdx.x, row = i / CHUNKS, column = i % CHUNKS * CHUNK;
+            if (BLOCK_Q * CHUNKS % THREADS != 0 && row >= BLOCK_Q) continue;
+            const float4 x = chunk_at(&ds[row][column]);
+            const int query = score_tile.q_start + row, key = score_tile.k_start + column;
+            if (whole) {
+                dbias.add_quad(query, key, {x.x, x.y, x.z, x.w});
+            } else {
+                #pragma unroll
+                for (int c = 0; c < CHUNK; ++c)
+                    if (row < num_rows && column + c < num_keys)
+                        dbias.add(query, key + c, number(x, c));
+            }
+        }
+    }
+}
+
+// dS to its tile, if this is when it is written: in P's place, by a barrier.
+template <bool ENABLED>
+__device__ __forceinline__ void write_ds(SharedPlan& shared, const Scores& ds) {
+    if constexpr (ENABLED)
+        write_weights(shared.ds(), ScoreGrid::first_row(), ScoreGrid::first_column(), ds);
+    if constexpr (ENABLED && !DS_APART) __syncthreads();    // dS is written
+}
+
+// dQ = dS K of query tile q_tile, added to dQ, and dbias = dS / scale.
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(
     DqSemaphore<>& dq_semaphore, SharedPlan& shared, const BackwardArguments& arrays,
     const ScoreTile& score_tile, TileCoord coord, int head, int q_tile, int num_q_tiles,
     bool k_nonfinite) {
+    write_dbias(shared.ds(), score_tile, arrays.shape);
     QueryGrid::Sums dq;
     set_zero(dq);
     gemm_ab_ahead<MASKED, BLOCK_K>(
-        dq, shared.weights.at + QueryGrid::first_row(), shared.k, 0, QueryGrid::first_column(),
+        dq, shared.ds() + QueryGrid::first_row(), shared.k, 0, QueryGrid::first_column(),
         [&](int i, int key) {
             return score_tile.visible(QueryGrid::first_row() + lane_row() + i * LANE_ROWS, key);
         },
         k_nonfinite);
+    scale_sums(dq, score_tile.score_mod.scale);
     add_to_dq_in_order(dq_semaphore, arrays, score_tile, coord, head, q_tile, num_q_tiles, dq);
 }
 
@@ -218,7 +270,6 @@ backward_fma(const __grid_constant__ Arguments call_args) {
     score_tile.set_group(coord.head * group_size);
     const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
-    const int num_keys = shape.seqlen_k - score_tile.k_start;
     const Loader loader{shared, args, arrays, shape, coord, end_head};
     const BiasLoader bias_loader{shared, args, coord.batch, score_tile.k_start, end_head};
 
@@ -242,29 +293,29 @@ backward_fma(const __grid_constant__ Arguments call_args) {
         bool dout_nonfinite, q_nonfinite;
         compute_scores<MASKED>(shared, score_tile, s, ds, dout_nonfinite, q_nonfinite);
 
-        write_weights(shared.weights.at, ScoreGrid::first_row(), ScoreGrid::first_column(), s);
-        __syncthreads();                                    // P is written
+        write_weights(shared.p(), ScoreGrid::first_row(), ScoreGrid::first_column(), s);
+        write_ds<DS_APART>(shared, ds);
+        __syncthreads();                                    // P is written; if DS_APART, dS
         gemm_atb_ahead<MASKED>(
-            dv, shared.weights.at, ValueGrid::first_row(), shared.dout, ValueGrid::first_column(),
+            dv, shared.p(), ValueGrid::first_row(), shared.dout, ValueGrid::first_column(),
             KeyVisibility{score_tile, ValueGrid::first_row()}, dout_nonfinite);
         __syncthreads();                                    // P and dO are free
-
+        bias_loader.load<DS_APART>(next_head, next_tile);
         loader.load_dout(next_head, next_tile);
-        write_weights(shared.weights.at, ScoreGrid::first_row(), ScoreGrid::first_column(), ds);
-        __syncthreads();                                    // dS is written
+        write_ds<!DS_APART>(shared, ds);
         add_dq<MASKED>(
             dq_semaphore, shared, arrays, score_tile, coord, head, tile, num_q_tiles, k_nonfinite);
         gemm_atb_ahead<MASKED>(
-            dk, shared.weights.at, KeyGrid::first_row(), shared.q, KeyGrid::first_column(),
+            dk, shared.ds(), KeyGrid::first_row(), shared.q, KeyGrid::first_column(),
             KeyVisibility{score_tile, KeyGrid::first_row()}, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
         dq_semaphore.release();
-        bias_loader.load(next_head, next_tile);
+        bias_loader.load<!DS_APART>(next_head, next_tile);
         loader.load_q(next_head, next_tile);
     };
 
     if (order.has(order.first)) {
-        load_keys(shared, arrays, coord, score_tile.k_start, num_keys);
+        load_keys(shared, arrays, coord, score_tile.k_start, shape.seqlen_k - score_tile.k_start);
         k_nonfinite = load_first_queries(shared, loader, bias_loader, first_head, order.first);
         for (int head = first_head; head < end_head; ++head) {
             score_tile.set_head(args, coord.batch, head);
@@ -275,6 +326,7 @@ backward_fma(const __grid_constant__ Arguments call_args) {
     }
 
     // Epilogue.
+    scale_sums(dk, score_tile.score_mod.scale);
     store_gradient<KeyGrid>(dk, arrays.dk, arrays.dk_stride, coord, shape.seqlen_k, shape.head_dim);
     store_gradient<ValueGrid>(
         dv, arrays.dv, arrays.dv_stride, coord, shape.seqlen_k, shape.head_dim_v);

@@ -95,8 +95,10 @@ __device__ __forceinline__ void apply_dropout(
 
 // s[i][j] = sum_d a[first_row + lane's row i][d] * b[first_column + lane's column j][d], added in
 // the order of d: forward and backward get the same scores to the last bit. UNROLL: loads of one
-// step of CHUNK columns overlap multiply-adds of another, in more registers.
-template <int UNROLL = 1, int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
+// step of CHUNK columns overlap multiply-adds of another, in more registers. LOADS_FIRST: a step's
+// loads precede its multiply-adds.
+template <
+    int UNROLL = 1, bool LOADS_FIRST = false, int COLUMNS, int M, int N, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void gemm_abt(
     float (&s)[M][N], const SmemTile<A_ROWS, COLUMNS>& a, int first_row,
     const SmemTile<B_ROWS, COLUMNS>& b, int first_column) {
@@ -110,13 +112,18 @@ __device__ __forceinline__ void gemm_abt(
         float4 x[M];
         #pragma unroll
         for (int i = 0; i < M; ++i) x[i] = chunk_at(rows + i * A_STEP + d);
+        float4 y[N];
+        if constexpr (LOADS_FIRST)
+            #pragma unroll
+            for (int j = 0; j < N; ++j) y[j] = chunk_at(others + j * B_STEP + d);
         #pragma unroll
         for (int j = 0; j < N; ++j) {
-            const float4 y = chunk_at(others + j * B_STEP + d);
+            if constexpr (!LOADS_FIRST) y[j] = chunk_at(others + j * B_STEP + d);
             #pragma unroll
             for (int k = 0; k < CHUNK; ++k)
                 #pragma unroll
-                for (int i = 0; i < M; ++i) s[i][j] = fmaf(number(x[i], k), number(y, k), s[i][j]);
+                for (int i = 0; i < M; ++i)
+                    s[i][j] = fmaf(number(x[i], k), number(y[j], k), s[i][j]);
         }
     }
 }

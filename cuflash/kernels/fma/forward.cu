@@ -127,7 +127,7 @@ __device__ __forceinline__ void compute_scores(
         load_biases<OneWarp, WARP_ROWS, BLOCK_K>(rows, score_mod, q_start + warp_row, k_start);
     loader.load_v(tile);
     const Ahead biases(score_mod, q_start, k_start);
-    gemm_abt<ROWS <= 4 ? 2 : 1>(s, shared.q, warp_row, shared.k, 0);
+    gemm_abt<ROWS <= 4 ? 2 : 1, BIASES_IN_P>(s, shared.q, warp_row, shared.k, 0);
     if constexpr (BIASES_IN_P) {
         cp_async_wait<0>();                                 // V, and the lane's part of biases
         __syncwarp();

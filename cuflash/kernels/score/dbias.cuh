@@ -36,8 +36,18 @@ struct BiasGradient {
             if (ds != 0) atomicAdd(sums + (query * stride_q + key * stride_k), ds);
         }
     }
-    // With STORES_DBIAS, where keys are neighbours in memory: the sums of a query, from `key` on.
-    Accumulator<Element>* row(int query, int key) const { return sums + (query * stride_q + key); }
+    // Of float: whether a query's sums of four keys from a multiple of 4 on are 16 aligned bytes.
+    bool has_quads() const {
+        return stride_k == 1 && stride_q % 4 == 0 && reinterpret_cast<u64>(sums) % 16 == 0;
+    }
+    // With has_quads: the same of four keys from a multiple of 4 on, all within the array.
+    void add_quad(int query, int key, const float (&ds)[4]) const {
+        float* four = reinterpret_cast<float*>(sums + (query * stride_q + key));
+        if constexpr (STORES_DBIAS)
+            *reinterpret_cast<float4*>(four) = make_float4(ds[0], ds[1], ds[2], ds[3]);
+        else
+            reduce_add_4(four, ds);
+    }
     // Of a masked pair, where its ds was not computed.
     void add_masked(int query, int key) const {
         if constexpr (STORES_DBIAS) add(query, key, 0);
