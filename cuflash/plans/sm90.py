@@ -34,6 +34,7 @@ from .steps import (
     last_section,
     lse_rest_buffers,
     lse_rest_launches,
+    option_constants,
     option_buffers,
     option_launches,
     query_tiles,
@@ -491,7 +492,10 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
     return head_dim // 128 if head_dim % 128 == 0 else 1
 
 
-def _backward_shared(problem: Problem, tile: Tile) -> int:
+def _backward_shared(
+    problem: Problem, tile: Tile, owned: bool = False
+) -> int:
+    """Bytes of a block; `owned`: as of `owns_dq`."""
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
@@ -504,6 +508,8 @@ def _backward_shared(problem: Problem, tile: Tile) -> int:
         if _double_buffered_k(problem, tile):
             keys += tile_bytes(tile.block_k, d)
             barriers += 3
+        if owned:
+            barriers += _dq_parts(tile, d)
     else:
         ds *= tile.num_stages  # and p; dq is added from registers
         dq = 0
@@ -569,6 +575,40 @@ def heads_innermost(problem: Problem) -> bool:
     )
 
 
+# How many tokens a head may have, by head dimension, for OWNED_DQ to be
+# faster; and the least share of the SMs' time that whole heads keep busy.
+_OWNED_TOKENS = {32: 512, 64: 512, 128: 512}
+_OWNED_BUSY = 0.9
+
+
+def may_own_dq(problem: Problem, tile: Tile) -> bool:
+    """Whether OWNED_DQ of sm90/backward_scheduler.cuh supports a call.
+
+    Every query tile sees the first key tile, and no two iterations in
+    succession visit the same query tile.
+    """
+    most = _OWNED_TOKENS.get(head_dims(problem)[0], 0)
+    return (
+        not problem.options
+        and not _is_wide(tile)
+        and problem.group_size == 1
+        and tile.block_q < problem.seqlen_q <= most
+        and problem.seqlen_k <= most
+        and not (problem.causal and problem.seqlen_q > problem.seqlen_k)
+    )
+
+
+def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
+    """OWNED_DQ: whether a block has all key tiles of a head.
+
+    There have to be about as many heads as keep all SMs busy.
+    """
+    heads = problem.batch * problem.num_heads_kv
+    rounds = ceil_div(heads, device.num_sms)
+    busy = heads >= _OWNED_BUSY * rounds * device.num_sms
+    return busy and may_own_dq(problem, tile)
+
+
 def rows_kernel(
     problem: Problem, tile: Tile, name: str, head_dim: int,
     *own: Constant, options: tuple[str, ...],
@@ -591,7 +631,8 @@ def rows_kernel(
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
-    shared = _backward_shared(problem, tile)
+    owned = owns_dq(problem, device, tile)
+    shared = _backward_shared(problem, tile, owned)
     wide = "_wide" if _is_wide(tile) else ""
     of_narrow = () if wide else (
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
@@ -599,12 +640,12 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
-    in_order = problem.deterministic and not integers
+    in_order = problem.deterministic and not (integers or owned)
     innermost = heads_innermost(problem)
     semaphores = _dq_parts(tile, d) if in_order else 0
     rows = rows_kernel(
         problem, tile, "row_stats", d,
-        ("DQ_COLUMNS", d),
+        ("DQ_COLUMNS", 0 if owned else d),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("CAUSAL", integers and problem.causal),
@@ -620,6 +661,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("HEADS_INNERMOST", innermost),
+        ("OWNED_DQ", owned),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),
@@ -652,16 +694,15 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     if integers:
         bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
     is_masked = problem.causal or bool(acts(problem) & {"tiles", "pairs"})
-    return Plan(
-        problem,
-        "sm90",
-        tile,
-        (
-            *option_launches(problem, tile, "sm90"),
-            *_maxima_launches(problem, tile, (d, dv), k_tiles),
-            *lse_rest_launches(problem, "sm90"),
-            Launch(rows, q_tiles),
-            Launch(main, min(k_tiles, device.num_sms)),
+    blocks = min(kv_pairs if owned else k_tiles, device.num_sms)
+    tiles_of_sums = q_tiles
+    finish: tuple[Launch, ...] = ()
+    if owned:
+        tiles_of_sums = q_tiles // kv_pairs * blocks
+        if is_masked:
+            finish = (Launch(_recompute_kernel(problem, tile, (d, dv)), kv_pairs),)
+    else:
+        finish = (
             rounding_launch(
                 problem,
                 tile,
@@ -673,6 +714,18 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 semaphores=semaphores,
                 integers=integers,
             ),
+        )
+    return Plan(
+        problem,
+        "sm90",
+        tile,
+        (
+            *option_launches(problem, tile, "sm90"),
+            *_maxima_launches(problem, tile, (d, dv), k_tiles),
+            *lse_rest_launches(problem, "sm90"),
+            Launch(rows, q_tiles),
+            Launch(main, blocks),
+            *finish,
             *gradients_of_rows(problem, tile, "sm90", integers),
         ),  # fmt: skip
         heads_per_section=heads,
@@ -681,11 +734,32 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *buffers_of_options(problem, tile, k_tiles_of_head),
             *lse_rest_buffers(problem),
             Buffer("delta", 16, bytes_of_rows // 16),
-            Buffer("dq_sum", 4, q_tiles * tile.block_q * d * (1 + integers)),
+            Buffer(
+                "dq_sum", 4, tiles_of_sums * tile.block_q * d * (1 + integers)
+            ),
             Buffer("tile_counter", 4, 1),
             Buffer("recompute_flags", 4, k_tiles),
             Buffer("dq_semaphores", 4, q_tiles * semaphores),
         ),
+    )
+
+
+def _recompute_kernel(
+    problem: Problem, tile: Tile, head_dims: tuple[int, int]
+) -> KernelPlan:
+    """Of rows that a masked NaN may have reached, where no dQ is rounded."""
+    return row_kernel(
+        "finish/recompute.cu",
+        "backward_recompute",
+        ("Element", problem.dtype),
+        ("HEAD_DIM", head_dims[0]),
+        ("HEAD_DIM_V", head_dims[1]),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        *option_constants(problem, "sm90", reads_dlse=True),
+        ("CAUSAL", problem.causal),
+        ("DLSE", problem.dlse),
+        ("DQ_SEMAPHORES", 0),
     )
 
 

@@ -76,6 +76,7 @@ void fence_async_proxy();
 void load_box(uint32_t target, const void* map, uint32_t barrier, const int (&at)[4], Site site);
 void store_box(const void* map, uint32_t source, const int (&at)[4], Site site);
 void load_bytes(uint32_t target, const void* source, uint32_t barrier, int bytes, Site site);
+void store_bytes(void* target, uint32_t source, int bytes, Site site);
 void add_floats(float* target, uint32_t source, int bytes, Site site);
 void add_ints(int* target, uint32_t source, int bytes, Site site);
 void commit_stores();
