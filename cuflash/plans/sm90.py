@@ -493,7 +493,7 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
 
 
 def _backward_shared(
-    problem: Problem, tile: Tile, owned: bool = False
+    problem: Problem, tile: Tile, owned: bool = False, owns_rows: bool = False
 ) -> int:
     """Bytes of a block; `owned`: as of `owns_dq`."""
     d, dv = _backward_head_dims(problem, tile)
@@ -510,6 +510,9 @@ def _backward_shared(
             barriers += 3
         if owned:
             barriers += _dq_parts(tile, d)
+        if owns_rows:
+            keys += _ROW_PIECES * _PIECE_BYTES
+            barriers += _ROW_PIECES + 2 * _ROW_STAGES
     else:
         ds *= tile.num_stages  # and p; dq is added from registers
         dq = 0
@@ -598,6 +601,20 @@ def may_own_dq(problem: Problem, tile: Tile) -> bool:
     )
 
 
+# ROW_PIECES, PIECE_BYTES and ROW_STAGES of sm90/backward_shared.cuh.
+_ROW_PIECES, _PIECE_BYTES, _ROW_STAGES = 3, 4096, 4
+
+
+def may_own_rows(problem: Problem, tile: Tile) -> bool:
+    """Whether OWNED_ROWS of sm90/backward_owned_rows.cuh supports a call."""
+    d, dv = _backward_head_dims(problem, tile)
+    room = _backward_shared(problem, tile, True, True)
+    return (
+        problem.head_dim_v == dv == d and not problem.dlse
+        and room <= 227 * 1024
+    )
+
+
 def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
     """OWNED_DQ: whether a block has all key tiles of a head.
 
@@ -632,7 +649,8 @@ def rows_kernel(
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
     owned = owns_dq(problem, device, tile)
-    shared = _backward_shared(problem, tile, owned)
+    owns_rows = owned and may_own_rows(problem, tile)
+    shared = _backward_shared(problem, tile, owned, owns_rows)
     wide = "_wide" if _is_wide(tile) else ""
     of_narrow = () if wide else (
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
@@ -662,6 +680,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("INTEGER_DQ", integers),
         ("HEADS_INNERMOST", innermost),
         ("OWNED_DQ", owned),
+        ("OWNED_ROWS", owns_rows),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),
@@ -723,7 +742,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *option_launches(problem, tile, "sm90"),
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
             *lse_rest_launches(problem, "sm90"),
-            Launch(rows, q_tiles),
+            *(() if owns_rows else (Launch(rows, q_tiles),)),
             Launch(main, blocks),
             *finish,
             *gradients_of_rows(problem, tile, "sm90", integers),

@@ -24,6 +24,7 @@
 //     backward_integer_dq.cuh     parts of dQ as integers
 //     backward_dq_writers.cuh     the writer warps
 //     backward_owned_dq.cuh       dQ of a block that has all keys of a head
+//     backward_owned_rows.cuh     its rows' statistics, and all of its loads
 //
 // The matmuls of an iteration are issued so that the tensor cores have work while warps compute:
 //
@@ -45,7 +46,7 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; OWNED_DQ,
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; OWNED_DQ, OWNED_ROWS,
 // HEADS_INNERMOST (backward_scheduler.cuh); SCORE_BENDS: the user's function of scores has a slope
 // other than 1; SCORES_TWICE: compute_ds() computes scores again, because their gradients are also
 // added to sums of dbias or of the user's arrays, before they are multiplied by slopes, and
@@ -58,6 +59,7 @@
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_dq_writers.cuh"
 #include "sm90/backward_owned_dq.cuh"
+#include "sm90/backward_owned_rows.cuh"
 
 constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
@@ -424,8 +426,13 @@ backward_sm90(const __grid_constant__ Arguments args) {
     const int warp = threadIdx.x / 32;
     if (threadIdx.x < WARPGROUP) {                          // producers
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
-        if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
+        if constexpr (OWNED_ROWS) {
+            if (threadIdx.x == 0) produce_owned(args, shared);
+            if (warp == WARPGROUP / 32 - 1) prepare_rows(args, shared);
+        } else {
+            if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
+            if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
+        }
         if (warp >= 1 && warp <= CONSUMERS) {
             if constexpr (OWNED_DQ) keep_owned_dq(args, shared, warp - 1);
             else if constexpr (INTEGER_DQ) add_integer_dq(args, shared, warp - 1);
