@@ -9,7 +9,7 @@
 // are without OWNED_ROWS. Query tiles follow in the order in which key tiles, the last ones first,
 // see them: from the last one on if CAUSAL.
 #pragma once
-#include "sm90/backward_shared.cuh"
+#include "sm90/backward_owned_dq.cuh"
 
 constexpr int LANES_OF_ROW = 32 / PIECE_ROWS, TILE_PIECES = BLOCK_Q / PIECE_ROWS;
 constexpr int ROW_CHUNKS = HEAD_DIM_V / 8;                  // of 16 bytes
@@ -17,12 +17,15 @@ constexpr int ROW_CHUNKS = HEAD_DIM_V / 8;                  // of 16 bytes
 // A piece of a query tile of one of the block's heads.
 struct RowPiece {
     int pair = blockIdx.x, rank = 0, piece = 0;             // tiles by rank
-    __device__ __forceinline__ void next(int num_tiles) {
-        if (++piece < TILE_PIECES) return;
-        piece = 0;
-        if (++rank < num_tiles) return;
-        rank = 0;
-        pair += gridDim.x;
+    __device__ __forceinline__ RowPiece after(int pieces, int num_tiles) const {
+        RowPiece next = *this;
+        next.piece += pieces;
+        if (next.piece < TILE_PIECES) return next;
+        next.piece -= TILE_PIECES;
+        if (++next.rank < num_tiles) return next;
+        next.rank = 0;
+        next.pair += gridDim.x;
+        return next;
     }
     __device__ __forceinline__ int tile(int num_tiles) const {
         return CAUSAL ? num_tiles - 1 - rank : rank;
@@ -109,12 +112,12 @@ __device__ __forceinline__ void prepare_rows(const Arguments& args, Shared& shar
     const Shape& shape = args.arrays.shape;
     const int lane = threadIdx.x % 32, num_tiles = num_query_tiles(args, BLOCK_Q);
     const int num_pairs = shape.num_heads_q * shape.batch;
-    RowPiece ahead, at;
-    PipelineState<ROW_STAGES> stage;
+    RowPiece at;
+    u32 num_ready = 0;
     PipelineState<ROW_PIECES> slot;
-    for (int i = 0; i < ROW_PIECES; ++i, ahead.next(num_tiles))
-        if (ahead.pair < num_pairs) load_piece(args, shared, ahead, num_tiles, i);
-    for (; at.pair < num_pairs; at.next(num_tiles)) {
+    for (int i = 0; i < ROW_PIECES; ++i)
+        load_piece(args, shared, at.after(i, num_tiles), num_tiles, i);
+    for (; at.pair < num_pairs; at = at.after(1, num_tiles)) {
         const int tile = at.tile(num_tiles);
         QueryRows& rows =
             static_cast<QueryRows*>(args.arrays.delta)[at.pair * num_tiles + tile];
@@ -132,15 +135,15 @@ __device__ __forceinline__ void prepare_rows(const Arguments& args, Shared& shar
         if (lane % LANES_OF_ROW == 0) rows.delta[row_of_tile] = sum;
         fence_async_proxy();
         __syncwarp();
+        const RowPiece ahead = at.after(ROW_PIECES, num_tiles);
         if (ahead.pair < num_pairs) load_piece(args, shared, ahead, num_tiles, slot.index);
-        ahead.next(num_tiles);
         slot.next();
         if (at.piece < TILE_PIECES - 1) continue;
-        mbarrier_wait(shared.rows_taken_at(stage.index), stage.phase ^ 1);
+        mbarrier_wait(shared.rows_taken_at(num_ready % ROW_STAGES), ~(num_ready / ROW_STAGES) & 1);
         fence_async_proxy_global();
         __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared.rows_ready_at(stage.index));
-        stage.next();
+        mbarrier_arrive_if(lane == 0, shared.rows_ready_at(num_ready % ROW_STAGES));
+        ++num_ready;
     }
 }
 
@@ -151,25 +154,27 @@ __device__ __forceinline__ void produce_owned(const Arguments& args, Shared& sha
     const Shape& shape = args.arrays.shape;
     const int heads = shape.num_heads_kv;
     PipelineState<STAGES> stage;
-    PipelineState<ROW_STAGES> rows;
+    u32 num_taken = 0;
     WorkState state;
     for (int pair = blockIdx.x; pair < heads * shape.batch; pair += gridDim.x)
         for (int k_tile = num_key_tiles(args, BLOCK_K) - 1; k_tile >= 0; --k_tile, ++state.count) {
+            WorkTile coord = {};
+            static_cast<TileCoord&>(coord) = {k_tile, pair % heads, pair / heads};
+            publish_work_tile(shared, state, coord);
             WorkTile work = {};
             static_cast<TileCoord&>(work) = {k_tile, pair % heads, pair / heads};
-            publish_work_tile(shared, state, work);
-            QueryTileIterator it(args, query_tiles(args, k_tile, NoSequence{}), work);
-            const int summed = query_tiles(args, k_tile + 1, NoSequence{}).first;
-            int awaited = it.tile;                          // tiles before it have their rows
-            for (bool is_first = true; it.remaining > 0; it.next(args, work), stage.next()) {
-                for (; awaited < (CAUSAL ? summed : min(summed, it.tile + 1)); ++awaited) {
-                    mbarrier_wait(shared.rows_ready_at(rows.index), rows.phase);
-                    mbarrier_arrive(shared.rows_taken_at(rows.index));
-                    rows.next();
+            const OwnedTiles tiles(args, k_tile);
+            int awaited = tiles.first;                      // tiles before it have their rows
+            for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
+                for (; awaited < (CAUSAL ? tiles.summed : min(tiles.summed, tile + 1)); ++awaited) {
+                    const int i = num_taken % ROW_STAGES;
+                    mbarrier_wait(shared.rows_ready_at(i), num_taken / ROW_STAGES & 1);
+                    mbarrier_arrive(shared.rows_taken_at(i));
+                    ++num_taken;
                 }
-                load_query_tile(args, shared, stage, work, it);
-                if (!is_first) continue;
-                is_first = false;
+                struct { int head, tile; } at = {work.head, tile};
+                load_query_tile(args, shared, stage, work, at);
+                if (tile > tiles.first) continue;
                 if constexpr (SHARED_EMPTY)
                     mbarrier_wait(shared_address(&shared.kv_empty), state.kv_phase() ^ 1);
                 else
