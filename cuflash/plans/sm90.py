@@ -19,6 +19,7 @@ from .kernel import (
     shared_bytes_of_block,
 )
 from .rounding import ceil_div, round_up
+from .simt_derivatives import recompute_launch
 from .steps import (
     LAST_TILES,
     ROW_THREADS,
@@ -719,7 +720,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     if owned:
         tiles_of_sums = q_tiles // kv_pairs * blocks
         if is_masked:
-            finish = (Launch(_recompute_kernel(problem, tile, (d, dv)), kv_pairs),)
+            kernel = _recompute_kernel(problem, tile, (d, dv))
+            finish = (recompute_launch(kernel, kv_pairs, device),)
     else:
         finish = (
             rounding_launch(

@@ -30,6 +30,8 @@ OF_FAMILY = {
                        on=Emulation("sm_90a")),
     "wgmma by passes": Case("float16", 1, 70, 80, 2, 1, 300, 260, causal=True,
                             on=Emulation("sm_90a")),
+    "wgmma, a block has a head": Case("float16", 1, 130, 190, 2, 2, 64, 64,
+                                      causal=True, on=Emulation("sm_90a", num_sms=2)),
     "mma": Case("float16", 2, 70, 90, 2, 1, 40, 24, causal=True),
     "fma": Case("float32", 2, 70, 90, 2, 1, 40, 24, causal=True),
     "simt": Case("float32", 2, 70, 90, 2, 1, 40, 24, causal=True,

@@ -1,27 +1,70 @@
-"""Backward on Hopper where a block has all keys of a head: OWNED_DQ."""
+"""Backward on Hopper where a block has all keys of a head: OWNED_DQ.
+
+Two blocks have two heads each. Lengths end before, at and after tiles.
+"""
 
 from dataclasses import replace
 
 import pytest
 
+from cuflash.plans.plan import device_of_arch, plan
+from helpers import calls, expected
 from helpers.backends import on_kernels
 from helpers.checks import check_gradients
-from helpers.data import Case, Emulation
+from helpers.compare import assert_arrays_equal, assert_gradients_match
+from helpers.data import Case, Emulation, inputs
+from helpers.kernels import small_problem
 
 ON = Emulation("sm_90a", seed=3, num_sms=2)
 CASE = Case("bfloat16", 1, 257, 257, 4, 4, 64, 64, on=ON)
+CAUSAL = replace(CASE, causal=True)
 
 
 @on_kernels
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_gradients(backend, head_dim, causal):
-    dims = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal}
-    check_gradients(backend, replace(CASE, **dims))
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    check_gradients(backend, replace(CASE, **dims, causal=causal))
 
 
 @on_kernels
 @pytest.mark.parametrize("lengths", [(129, 385), (256, 256), (384, 255)])
 def test_lengths(backend, lengths):
+    """With one mask or the other: more queries than keys own no dQ."""
     for causal in {False, lengths[0] <= lengths[1]}:
-        check_gradients(backend, replace(CASE, seqlen_q=lengths[0], seqlen_k=lengths[1], causal=causal))
+        check_gradients(
+            backend,
+            replace(
+                CASE, seqlen_q=lengths[0], seqlen_k=lengths[1], causal=causal
+            ),
+        )
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        (("k", (0, 200, 1, 3), "nan"), ("v", (0, 250, 3, 0), "inf")),
+        (("q", (0, 130, 0, 3), "nan"), ("dout", (0, 7, 2, 9), "nan")),
+    ],
+)
+def test_rows_are_recomputed(backend, spoiled):
+    """A masked NaN reaches no row, of either head of a block."""
+    case = replace(CAUSAL, spoiled=spoiled)
+    q, k, v, dout = inputs(case)
+    grads = calls.gradients(backend, case, q, k, v, dout)
+    want = expected.backward(dout, q, k, v, **case.meaning())
+    assert_gradients_match(grads, want, case, kinds=False)
+
+
+@on_kernels
+def test_deterministic_is_the_same_call(backend):
+    """Additions have one order anyway."""
+    arrays = inputs(CAUSAL)
+    plain = calls.gradients(backend, CAUSAL, *arrays)
+    fixed = replace(CAUSAL, deterministic=True)
+    for got, want in zip(
+        calls.gradients(backend, fixed, *arrays), plain, strict=True
+    ):
+        assert_arrays_equal(got, want, "gradient")
