@@ -583,6 +583,7 @@ def heads_innermost(problem: Problem) -> bool:
 # faster; and the least share of the SMs' time that whole heads keep busy.
 _OWNED_TOKENS = {32: 512, 64: 512, 128: 512}
 _OWNED_BUSY = 0.9
+_CARRIES = True
 
 
 def may_own_dq(problem: Problem, tile: Tile) -> bool:
@@ -682,6 +683,11 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("HEADS_INNERMOST", innermost),
         ("OWNED_DQ", owned),
         ("OWNED_ROWS", owns_rows),
+        (
+            "CARRIED_DQ",
+            owned and not wide and _CARRIES and tile.block_q > 64
+            and _double_buffered_k(problem, tile),
+        ),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),

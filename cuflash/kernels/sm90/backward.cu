@@ -98,10 +98,10 @@ __device__ __forceinline__ void issue_gradient(
 // The warpgroup's part of dQ = dS K: 64 queries and all columns, or all 64 queries and 64 columns.
 struct IssueDq {
     SharedPlan& shared;
-    const WorkState& state;
     const u32& key_rows;                                    // as in consume()
 
-    __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS], u32 ds_tile) const {
+    __device__ __forceinline__ void operator()(
+        float (&dq)[DQ_REGS], u32 ds_tile, WorkState state) const {
         constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
         const u32 panel = opaque(key_rows) * (BLOCK_K / 64);
         const u64 ds = descriptor(ds_tile + (DQ_BY_QUERIES ? panel : 0), 0);
@@ -113,6 +113,11 @@ struct IssueDq {
     }
 };
 
+// The work tile of the previous iteration, if its dQ is computed in this one.
+__device__ __forceinline__ WorkState of_pending_dq(WorkState state, bool started) {
+    return {CARRIED_DQ && !started ? state.count - 1 : state.count};
+}
+
 // DEFERRED_DQ: the dQ of the previous iteration. A work tile's first iteration (not `started`) has
 // none, but a branch around the MMAs would make ptxas run out of registers. So they read K and V,
 // which are adjacent and together at least as large as dS^T, instead of dS^T; the result is
@@ -121,15 +126,16 @@ struct IssuePreviousDq {
     SharedPlan& shared;
     const WorkState& state;
     const PipelineState<2>& ds_stage;
-    const bool& started;
+    const bool &pending, &started;
     const IssueDq& issue_dq;
 
     __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS]) const {
         const u32 phase = ds_stage.index == 0 ? ds_stage.phase ^ 1 : ds_stage.phase;
-        if (started) mbarrier_wait(barrier_at(shared.ds_full, ds_stage.previous()), phase);
-        issue_dq(dq, started ? shared_address(&shared.ds[ds_stage.previous()])
+        if (pending) mbarrier_wait(barrier_at(shared.ds_full, ds_stage.previous()), phase);
+        issue_dq(dq, pending ? shared_address(&shared.ds[ds_stage.previous()])
                              : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
-                                              ? static_cast<void*>(&shared.v) : &shared.k));
+                                              ? static_cast<void*>(&shared.v) : &shared.k),
+                 pending ? of_pending_dq(state, started) : state);
     }
 };
 
@@ -138,7 +144,11 @@ struct IssuePreviousDq {
 // A warp's 16 rows of rounded dS^T, for the dQ of all consumers.
 __device__ __forceinline__ void publish_ds(
     SharedPlan& shared, PipelineState<2> ds_stage, const u32 (&ds)[S_REGS / 2], int warp_row,
-    int lane) {
+    int lane, bool started) {
+    if (CARRIED_DQ && !started) {                           // dV and dK of the work tile before
+        tma_store_wait_read<0>();
+        __syncwarp();
+    }
     if (DEFERRED_DQ) mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
     store_rows<BLOCK_K>(shared_address(&shared.ds[ds_stage.index]), warp_row, lane, ds);
     fence_async_proxy();
@@ -177,10 +187,10 @@ __device__ __forceinline__ void stage_dq(
     staged = true;
 }
 
-// The same, OWNED_DQ; q_start: the first query of the part's tile.
+// The same, OWNED_DQ; k_tile, q_start: the first key tile of the part, the query of its tile.
 __device__ __forceinline__ void pass_owned_dq(
     const Arguments& args, SharedPlan& shared, WorkState state, float (&dq)[DQ_REGS],
-    const int& q_start, int k_tile, int warpgroup, int thread) {
+    int q_start, int k_tile, int warpgroup, int thread) {
     barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
     const u32 staging = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
     if (k_tile > 0)
@@ -194,6 +204,35 @@ __device__ __forceinline__ void pass_owned_dq(
             opaque(thread) % WARPGROUP);
     fence_async_proxy();
     barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
+}
+
+// The same, CARRIED_DQ, of the previous iteration; before_start: the first query of the tile before.
+__device__ __forceinline__ void pass_pending_dq(
+    const Arguments& args, SharedPlan& shared, WorkState state, float (&dq)[DQ_REGS],
+    int before_start, bool started, bool pending, int k_tile, int warpgroup, int thread) {
+    if (pending) {
+        const WorkState of_dq = of_pending_dq(state, started);
+        const int last_start = (num_query_tiles(args, BLOCK_Q) - 1) * BLOCK_Q;
+        pass_owned_dq(args, shared, of_dq, dq, started ? before_start : last_start,
+                      started ? k_tile : shared.work_tiles[of_dq.stage()].tile, warpgroup, thread);
+    }
+    if (started || state.count == 0) return;
+    __syncwarp();
+    release_work_tile(shared, {state.count - 1}, threadIdx.x % 32 == 0);
+    shared.release_previous_k(state, threadIdx.x % 32 == 0);
+}
+
+// CARRIED_DQ: the last one of the block. `state`: after its last work tile.
+__device__ __forceinline__ void finish_pending_dq(
+    const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<2> ds_stage,
+    const u32& key_rows, int warpgroup, int thread) {
+    float dq[DQ_REGS];
+    const bool pending = true, started = false;
+    const IssueDq issue_dq{shared, key_rows};
+    IssuePreviousDq{shared, state, ds_stage, pending, started, issue_dq}(dq);
+    wgmma_wait<0>();
+    warpgroup_fence_operand(dq);
+    pass_pending_dq(args, shared, state, dq, 0, started, pending, 0, warpgroup, thread);
 }
 
 // The epilogue of a work tile. dV is stored through the staging buffer, dK after it: through K's
@@ -230,6 +269,32 @@ __device__ __forceinline__ void store_gradients(
     if (!DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
 }
 
+// The same, CARRIED_DQ: through the rows of the next stage of dS^T that are the warp's own. Those of
+// dK and dV have as many bytes.
+__device__ __forceinline__ void store_gradients_through_ds(
+    const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<STAGES> stage,
+    PipelineState<2> ds_stage, int warpgroup, int thread, const Shape& shape,
+    float (&dk)[DK_REGS], float (&dv)[DV_REGS]) {
+    constexpr int BYTES = gradient_bytes(HEAD_DIM);
+    static_assert(!CARRIED_DQ || (DEFERRED_DQ && DOUBLE_BUFFERED_K && BYTES == 64 * PANEL_ROW_BYTES
+                                  && gradient_bytes(HEAD_DIM_V) == BYTES && BLOCK_Q == 128),
+                  "64 rows of a panel each");
+    const BackwardArguments& arrays = args.arrays;
+    const int lane = threadIdx.x % 32;
+    const WorkTile work = shared.work_tiles[state.stage()];
+    mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
+    mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
+    const int key = work.tile * BLOCK_K + thread / 32 * 16;
+    const u32 rows = shared_address(&shared.ds[ds_stage.index]) + warpgroup * BYTES;
+    bool finite = store_gradient(args.dv_map, work, key, rows, dv, 1.0f, arrays.dv,
+                                 arrays.dv_stride, shape.head_dim_v);
+    finite &= store_gradient(args.dk_map, work, key, rows + BLOCK_K * PANEL_ROW_BYTES, dk,
+                             static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
+                             shape.head_dim);
+    if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
+    __syncwarp();
+}
+
 // ---- A consumer warpgroup ----
 
 // An iteration of a work tile. Its members are the variables of consume(): with the registers in a
@@ -252,7 +317,7 @@ struct Iterate {
     u32 (&ds)[S_REGS / 2];
     PipelineState<STAGES>& stage;
     PipelineState<2>& ds_stage;
-    bool &started, &staged;
+    bool &started, &pending, &staged;
     u32& lane_grid;
     const IssueDq& issue_dq;
     const IssuePreviousDq& issue_previous_dq;
@@ -310,10 +375,10 @@ struct Iterate {
 
         compute_ds(ds, dp, derivatives, s, p, lane_rows, args, pairs, dropout, zero_masked);
         drop_overflowing_rows(args, shared.work_tiles[state.stage()], rows, ds, first_column);
-        publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane);
+        publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane, started);
         if (!DEFERRED_DQ) {
             mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);
-            issue_dq(dq, shared_address(&shared.ds[ds_stage.index]));
+            issue_dq(dq, shared_address(&shared.ds[ds_stage.index]), state);
         }
         issue_gradient(dk, ds, q, started);
         wgmma_wait<1>();                                    // dV, dQ
@@ -325,8 +390,11 @@ struct Iterate {
             mbarrier_arrive_if(last && lane == 0, shared_address(&shared.kv_empty));
         if (DEFERRED_DQ)
             mbarrier_arrive_if(
-                started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-        if (OWNED_DQ) {
+                pending && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
+        if (CARRIED_DQ) {
+            pass_pending_dq(args, shared, state, dq, rows.q_start - BLOCK_Q, started, pending,
+                            k_tile, warpgroup, consumer_thread);
+        } else if (OWNED_DQ) {
             if (!DEFERRED_DQ || started)
                 pass_owned_dq(args, shared, state, dq,
                               rows.q_start - (DEFERRED_DQ ? BLOCK_Q : 0), k_tile, warpgroup,
@@ -340,7 +408,7 @@ struct Iterate {
                      staged);
         if (DEFERRED_DQ) lane_grid = lane_grid_of(rows, consumer_thread);
 
-        started = true;
+        started = pending = true;
         ds_stage.next();
         stage.next();
     }
@@ -360,7 +428,9 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
     u32 ds[S_REGS / 2];                                     // read until the next iteration
     PipelineState<STAGES> stage;                            // of Q and dO
     PipelineState<2> ds_stage;
-    for (WorkState state;; ++state.count) {
+    bool carried = false;                                   // CARRIED_DQ: a dQ is pending
+    WorkState state;
+    for (;; ++state.count) {
         const WorkTile& work = acquire_work_tile(shared, state);
         const int k_tile = work.tile;
         if (k_tile < 0) break;
@@ -379,15 +449,17 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         bool started = false;                               // dk and dv hold a sum
         bool staged = false;                                // a part of this tile's dQ
         u32 lane_grid = 0;                                  // of the dQ to be staged next
-        const IssueDq issue_dq{shared, state, key_rows};
-        const IssuePreviousDq issue_previous_dq{shared, state, ds_stage, started, issue_dq};
+        bool& pending = CARRIED_DQ ? carried : started;
+        const IssueDq issue_dq{shared, key_rows};
+        const IssuePreviousDq issue_previous_dq{
+            shared, state, ds_stage, pending, started, issue_dq};
         const Iterate iterate{
             .args = args, .shape = shape, .mask = mask, .bounds = bounds, .pair_mask = pair_mask,
             .dropout = dropout, .scale_log2 = scale_log2, .warpgroup = warpgroup,
             .consumer_thread = consumer_thread, .key_rows = key_rows, .shared = shared,
             .state = state, .k_tile = k_tile, .batch = batch, .dk = dk, .dv = dv, .ds = ds,
-            .stage = stage, .ds_stage = ds_stage, .started = started, .staged = staged,
-            .lane_grid = lane_grid, .issue_dq = issue_dq, .issue_previous_dq = issue_previous_dq};
+            .stage = stage, .ds_stage = ds_stage, .started = started, .pending = pending,
+            .staged = staged, .lane_grid = lane_grid, .issue_dq = issue_dq, .issue_previous_dq = issue_previous_dq};
 
         const int head = MASK_MOD ? work.head : 0;          // read where tiles depend on it
         int remaining = QueryTileIterator(args, tiles, {k_tile, head, batch}).remaining;
@@ -396,7 +468,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
 
         wgmma_wait<0>();
         warpgroup_fence_operand(dk);
-        if (DEFERRED_DQ) {
+        if (DEFERRED_DQ && !CARRIED_DQ) {
             float dq[DQ_REGS];
             issue_previous_dq(dq);
             wgmma_wait<0>();
@@ -411,8 +483,14 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
                          consumer_thread, staged);
         }
         state.count = opaque(state.count);
-        store_gradients(args, shared, state, stage, warpgroup, consumer_thread, shape, dk, dv);
+        if (CARRIED_DQ)
+            store_gradients_through_ds(args, shared, state, stage, ds_stage, warpgroup,
+                                       consumer_thread, shape, dk, dv);
+        else
+            store_gradients(args, shared, state, stage, warpgroup, consumer_thread, shape, dk, dv);
     }
+    if (CARRIED_DQ && carried)
+        finish_pending_dq(args, shared, state, ds_stage, key_rows, warpgroup, consumer_thread);
     if (DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
 }
 

@@ -44,7 +44,7 @@ __device__ __forceinline__ void keep_owned_dq(
         const OwnedTiles tiles(args, k_tile);
         float* sum = dq_sum_tile(args.arrays.dq_sum, blockIdx.x * num_q_tiles + tiles.first)
                    + consumer * (DQ_PART_BYTES / 4);
-        barrier_sync(DQ_FULL + consumer, DQ_THREADS);
+        if (!CARRIED_DQ) barrier_sync(DQ_FULL + consumer, DQ_THREADS);
         for (int tile = tiles.first; tile < tiles.end; ++tile, sum += BLOCK_Q * HEAD_DIM) {
             const bool has_sum = tile >= tiles.summed;
             if (has_sum && lane == 0) tma_store_wait<1>();
@@ -68,7 +68,7 @@ __device__ __forceinline__ void keep_owned_dq(
             }
             __syncwarp();
         }
-        barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+        if (!CARRIED_DQ) barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
     }
     tma_store_wait<0>();
 }
