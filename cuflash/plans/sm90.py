@@ -685,8 +685,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("OWNED_ROWS", owns_rows),
         (
             "CARRIED_DQ",
-            owned and not wide and _CARRIES and tile.block_q > 64
-            and _double_buffered_k(problem, tile),
+            not problem.options and not wide and _CARRIES and tile.block_q > 64
+            and _double_buffered_k(problem, tile) and semaphores == 0,
         ),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),

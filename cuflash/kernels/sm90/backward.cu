@@ -162,7 +162,7 @@ __device__ __forceinline__ void publish_ds(
 __device__ __forceinline__ void stage_dq(
     SharedPlan& shared, WorkState state, const float (&dq)[DQ_REGS], const RowPair& grids,
     int warpgroup, int thread, bool& staged) {
-    if (DOUBLE_BUFFERED_K && !staged) {
+    if (DOUBLE_BUFFERED_K && !CARRIED_DQ && !staged) {
         tma_store_wait_read<0>();
         shared.release_previous_k(state, thread % 32 == 0);
     }
@@ -209,8 +209,11 @@ __device__ __forceinline__ void pass_owned_dq(
 // The same, CARRIED_DQ, of the previous iteration; before_start: the first query of the tile before.
 __device__ __forceinline__ void pass_pending_dq(
     const Arguments& args, SharedPlan& shared, WorkState state, float (&dq)[DQ_REGS],
-    int before_start, bool started, bool pending, int k_tile, int warpgroup, int thread) {
-    if (pending) {
+    int before_start, bool started, bool pending, int k_tile, int warpgroup, int thread,
+    bool& staged) {
+    if (pending && !OWNED_DQ)
+        stage_dq(shared, state, dq, RowPair(0, 0), warpgroup, thread, staged);
+    if (pending && OWNED_DQ) {
         const WorkState of_dq = of_pending_dq(state, started);
         const int last_start = (num_query_tiles(args, BLOCK_Q) - 1) * BLOCK_Q;
         pass_owned_dq(args, shared, of_dq, dq, started ? before_start : last_start,
@@ -218,21 +221,22 @@ __device__ __forceinline__ void pass_pending_dq(
     }
     if (started || state.count == 0) return;
     __syncwarp();
-    release_work_tile(shared, {state.count - 1}, threadIdx.x % 32 == 0);
+    if (OWNED_DQ) release_work_tile(shared, {state.count - 1}, threadIdx.x % 32 == 0);
     shared.release_previous_k(state, threadIdx.x % 32 == 0);
 }
 
 // CARRIED_DQ: the last one of the block. `state`: after its last work tile.
 __device__ __forceinline__ void finish_pending_dq(
     const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<2> ds_stage,
-    const u32& key_rows, int warpgroup, int thread) {
+    const u32& key_rows, int warpgroup, int thread, bool& staged) {
     float dq[DQ_REGS];
     const bool pending = true, started = false;
     const IssueDq issue_dq{shared, key_rows};
     IssuePreviousDq{shared, state, ds_stage, pending, started, issue_dq}(dq);
     wgmma_wait<0>();
     warpgroup_fence_operand(dq);
-    pass_pending_dq(args, shared, state, dq, 0, started, pending, 0, warpgroup, thread);
+    pass_pending_dq(args, shared, state, dq, 0, started, pending, 0, warpgroup, thread, staged);
+    if (!OWNED_DQ) barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
 }
 
 // The epilogue of a work tile. dV is stored through the staging buffer, dK after it: through K's
@@ -282,6 +286,8 @@ __device__ __forceinline__ void store_gradients_through_ds(
     const BackwardArguments& arrays = args.arrays;
     const int lane = threadIdx.x % 32;
     const WorkTile work = shared.work_tiles[state.stage()];
+    __syncwarp();
+    if (!OWNED_DQ) release_work_tile(shared, state, lane == 0);
     mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
     mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
     const int key = work.tile * BLOCK_K + thread / 32 * 16;
@@ -393,7 +399,7 @@ struct Iterate {
                 pending && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
         if (CARRIED_DQ) {
             pass_pending_dq(args, shared, state, dq, rows.q_start - BLOCK_Q, started, pending,
-                            k_tile, warpgroup, consumer_thread);
+                            k_tile, warpgroup, consumer_thread, staged);
         } else if (OWNED_DQ) {
             if (!DEFERRED_DQ || started)
                 pass_owned_dq(args, shared, state, dq,
@@ -428,7 +434,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
     u32 ds[S_REGS / 2];                                     // read until the next iteration
     PipelineState<STAGES> stage;                            // of Q and dO
     PipelineState<2> ds_stage;
-    bool carried = false;                                   // CARRIED_DQ: a dQ is pending
+    bool carried = false, carried_staged = false;           // CARRIED_DQ: of the block
     WorkState state;
     for (;; ++state.count) {
         const WorkTile& work = acquire_work_tile(shared, state);
@@ -447,7 +453,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
                       DOUBLE_BUFFERED_K ? state.phase() : state.kv_phase());
         mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
         bool started = false;                               // dk and dv hold a sum
-        bool staged = false;                                // a part of this tile's dQ
+        bool staged_of_tile = false;                        // a part of this tile's dQ
+        bool& staged = CARRIED_DQ ? carried_staged : staged_of_tile;
         u32 lane_grid = 0;                                  // of the dQ to be staged next
         bool& pending = CARRIED_DQ ? carried : started;
         const IssueDq issue_dq{shared, key_rows};
@@ -490,7 +497,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             store_gradients(args, shared, state, stage, warpgroup, consumer_thread, shape, dk, dv);
     }
     if (CARRIED_DQ && carried)
-        finish_pending_dq(args, shared, state, ds_stage, key_rows, warpgroup, consumer_thread);
+        finish_pending_dq(args, shared, state, ds_stage, key_rows, warpgroup, consumer_thread,
+                          carried_staged);
     if (DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
 }
 
