@@ -98,10 +98,10 @@ __device__ __forceinline__ void issue_gradient(
 // The warpgroup's part of dQ = dS K: 64 queries and all columns, or all 64 queries and 64 columns.
 struct IssueDq {
     SharedPlan& shared;
+    const WorkState& state;
     const u32& key_rows;                                    // as in consume()
 
-    __device__ __forceinline__ void operator()(
-        float (&dq)[DQ_REGS], u32 ds_tile, WorkState state) const {
+    __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS], u32 ds_tile) const {
         constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
         const u32 panel = opaque(key_rows) * (BLOCK_K / 64);
         const u64 ds = descriptor(ds_tile + (DQ_BY_QUERIES ? panel : 0), 0);
@@ -132,10 +132,15 @@ struct IssuePreviousDq {
     __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS]) const {
         const u32 phase = ds_stage.index == 0 ? ds_stage.phase ^ 1 : ds_stage.phase;
         if (pending) mbarrier_wait(barrier_at(shared.ds_full, ds_stage.previous()), phase);
-        issue_dq(dq, pending ? shared_address(&shared.ds[ds_stage.previous()])
-                             : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
-                                              ? static_cast<void*>(&shared.v) : &shared.k),
-                 pending ? of_pending_dq(state, started) : state);
+        const u32 ds = pending ? shared_address(&shared.ds[ds_stage.previous()])
+                               : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
+                                                ? static_cast<void*>(&shared.v) : &shared.k);
+        if constexpr (CARRIED_DQ) {
+            const WorkState of_dq = pending ? of_pending_dq(state, started) : state;
+            IssueDq{shared, of_dq, issue_dq.key_rows}(dq, ds);
+        } else {
+            issue_dq(dq, ds);
+        }
     }
 };
 
@@ -231,7 +236,7 @@ __device__ __forceinline__ void finish_pending_dq(
     const u32& key_rows, int warpgroup, int thread, bool& staged) {
     float dq[DQ_REGS];
     const bool pending = true, started = false;
-    const IssueDq issue_dq{shared, key_rows};
+    const IssueDq issue_dq{shared, state, key_rows};
     IssuePreviousDq{shared, state, ds_stage, pending, started, issue_dq}(dq);
     wgmma_wait<0>();
     warpgroup_fence_operand(dq);
@@ -384,7 +389,7 @@ struct Iterate {
         publish_ds(shared, ds_stage, ds, thread / 32 * 16, lane, started);
         if (!DEFERRED_DQ) {
             mbarrier_wait(barrier_at(shared.ds_full, ds_stage.index), ds_stage.phase);
-            issue_dq(dq, shared_address(&shared.ds[ds_stage.index]), state);
+            issue_dq(dq, shared_address(&shared.ds[ds_stage.index]));
         }
         issue_gradient(dk, ds, q, started);
         wgmma_wait<1>();                                    // dV, dQ
@@ -435,11 +440,15 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
     PipelineState<STAGES> stage;                            // of Q and dO
     PipelineState<2> ds_stage;
     bool carried = false, carried_staged = false;           // CARRIED_DQ: of the block
-    WorkState state;
-    for (;; ++state.count) {
+    for (WorkState state;; ++state.count) {
         const WorkTile& work = acquire_work_tile(shared, state);
         const int k_tile = work.tile;
-        if (k_tile < 0) break;
+        if (k_tile < 0) {
+            if (CARRIED_DQ && carried)
+                finish_pending_dq(args, shared, state, ds_stage, key_rows, warpgroup,
+                                  consumer_thread, carried_staged);
+            break;
+        }
         const auto sequence = sequence_of(work);
         const int batch = !OPTIONS ? 0 : PACKED ? number_of(sequence) : work.batch;
         set_lengths(shape, sequence);
@@ -457,7 +466,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         bool& staged = CARRIED_DQ ? carried_staged : staged_of_tile;
         u32 lane_grid = 0;                                  // of the dQ to be staged next
         bool& pending = CARRIED_DQ ? carried : started;
-        const IssueDq issue_dq{shared, key_rows};
+        const IssueDq issue_dq{shared, state, key_rows};
         const IssuePreviousDq issue_previous_dq{
             shared, state, ds_stage, pending, started, issue_dq};
         const Iterate iterate{
@@ -496,9 +505,6 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         else
             store_gradients(args, shared, state, stage, warpgroup, consumer_thread, shape, dk, dv);
     }
-    if (CARRIED_DQ && carried)
-        finish_pending_dq(args, shared, state, ds_stage, key_rows, warpgroup, consumer_thread,
-                          carried_staged);
     if (DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
 }
 
