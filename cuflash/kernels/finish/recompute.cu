@@ -2,8 +2,8 @@
 // after sm90/backward.cu has stored all three itself (OWNED_DQ). A head's key tiles are flagged as
 // for finish/dq.cu; its first one also if dQ has a NaN or an infinity.
 //
-// Grid: any number of blocks, each with a range of heads, batch * num_heads_kv + head; as many query
-// heads.
+// Grid: any number of blocks, each with a range of heads, numbered batch * num_heads_kv + head.
+// There are as many query heads.
 // Block: NUM_THREADS threads. No shared memory. Almost all blocks find no flag.
 //
 // Constants: Element, CAUSAL, HEAD_DIM, HEAD_DIM_V, BLOCK_Q and BLOCK_K of that kernel, DLSE,

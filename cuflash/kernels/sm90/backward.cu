@@ -21,6 +21,7 @@
 //     backward_pair_bits.cuh      masks and dropout as one bit per pair
 //     backward_score_mod.cuh      softcap, ALiBi, bias and dbias
 //     backward_epilogue.cuh       dK and dV of a work tile
+//     backward_dq.cuh             dQ of an iteration, until a writer warp has it
 //     backward_integer_dq.cuh     parts of dQ as integers
 //     backward_dq_writers.cuh     the writer warps
 //     backward_owned_dq.cuh       dQ of a block that has all keys of a head
@@ -57,16 +58,10 @@
 // tiles with a non-finite dK or dV are flagged, and finish/dq.cu recomputes such rows.
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/backward_option_scores.cuh"
-#include "sm90/backward_dq_writers.cuh"
-#include "sm90/backward_owned_dq.cuh"
+#include "sm90/backward_dq.cuh"
 #include "sm90/backward_owned_rows.cuh"
 
 constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
-constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
-constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
-constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
-// How consumers divide dQ: 64 queries each, or 64 columns.
-constexpr bool DQ_BY_QUERIES = BLOCK_Q == CONSUMERS * 64;
 // Whether rows' statistics are read before S is issued: where that was measured to be faster.
 constexpr bool EARLY_STATISTICS =
     !DEFERRED_DQ && LINEAR && !SEGMENTS && !HAS_MASK && !DROPOUT;
@@ -78,8 +73,6 @@ constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == CONSUMERS, "each warpgroup adds a part of dQ");
 static_assert(CONSUMER_THREADS == THREADS, "the plan's warps are the consumers");
 static_assert(CONSUMERS == 2, "registers suffice for two consumers");
-static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
-              "a warpgroup's part of dQ is 64 queries and at most 64 columns");
 static_assert(HEAD_DIM_V <= HEAD_DIM && DQ_PART_BYTES >= gradient_bytes(HEAD_DIM),
               "64 rows of dK or dV leave through the staging buffer of a part of dQ");
 
@@ -93,217 +86,6 @@ __device__ __forceinline__ void issue_gradient(
     wgmma_fence();
     gemm_ab_rs<Element, BLOCK_Q>(gradient, a, b, accumulate);
     wgmma_commit();
-}
-
-// The warpgroup's part of dQ = dS K: 64 queries and all columns, or all 64 queries and 64 columns.
-struct IssueDq {
-    SharedPlan& shared;
-    const WorkState& state;
-    const u32& key_rows;                                    // as in consume()
-
-    __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS], u32 ds_tile) const {
-        constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
-        const u32 panel = opaque(key_rows) * (BLOCK_K / 64);
-        const u64 ds = descriptor(ds_tile + (DQ_BY_QUERIES ? panel : 0), 0);
-        const u64 k = descriptor(shared.k_tile(state) + (DQ_BY_QUERIES ? 0 : panel), PANEL_BYTES);
-        warpgroup_fence_operand(dq);
-        wgmma_fence();
-        gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
-        wgmma_commit();
-    }
-};
-
-// The work tile of the previous iteration, if its dQ is computed in this one.
-__device__ __forceinline__ WorkState of_pending_dq(WorkState state, bool started) {
-    return {CARRIED_DQ && !started ? state.count - 1 : state.count};
-}
-
-// DEFERRED_DQ: the dQ of the previous iteration. A work tile's first iteration (not `started`) has
-// none, but a branch around the MMAs would make ptxas run out of registers. So they read K and V,
-// which are adjacent and together at least as large as dS^T, instead of dS^T; the result is
-// discarded.
-struct IssuePreviousDq {
-    SharedPlan& shared;
-    const WorkState& state;
-    const PipelineState<2>& ds_stage;
-    const bool &pending, &started;
-    const IssueDq& issue_dq;
-
-    __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS]) const {
-        const u32 phase = ds_stage.index == 0 ? ds_stage.phase ^ 1 : ds_stage.phase;
-        if (pending) mbarrier_wait(barrier_at(shared.ds_full, ds_stage.previous()), phase);
-        const u32 ds = pending ? shared_address(&shared.ds[ds_stage.previous()])
-                               : shared_address(DOUBLE_BUFFERED_K && state.stage() > 0
-                                                ? static_cast<void*>(&shared.v) : &shared.k);
-        if constexpr (CARRIED_DQ) {
-            const WorkState of_dq = pending ? of_pending_dq(state, started) : state;
-            IssueDq{shared, of_dq, issue_dq.key_rows}(dq, ds);
-        } else {
-            issue_dq(dq, ds);
-        }
-    }
-};
-
-// ---- What a consumer warpgroup puts into shared memory ----
-
-// A warp's 16 rows of rounded dS^T, for the dQ of all consumers.
-__device__ __forceinline__ void publish_ds(
-    SharedPlan& shared, PipelineState<2> ds_stage, const u32 (&ds)[S_REGS / 2], int warp_row,
-    int lane, bool started) {
-    if (CARRIED_DQ && !started) {                           // dV and dK of the work tile before
-        tma_store_wait_read<0>();
-        __syncwarp();
-    }
-    if (DEFERRED_DQ) mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
-    store_rows<BLOCK_K>(shared_address(&shared.ds[ds_stage.index]), warp_row, lane, ds);
-    fence_async_proxy();
-    __syncwarp();
-    mbarrier_arrive_if(lane == 0, barrier_at(shared.ds_full, ds_stage.index));
-}
-
-// The warpgroup's part of dQ, for its writer warp. `staged`: not the first of the work tile. Before
-// the first, the warpgroup owns the staging buffer, and TMA stores of the previous work tile's dV
-// or dK may still read it.
-__device__ __forceinline__ void stage_dq(
-    SharedPlan& shared, WorkState state, const float (&dq)[DQ_REGS], const RowPair& grids,
-    int warpgroup, int thread, bool& staged) {
-    if (DOUBLE_BUFFERED_K && !CARRIED_DQ && !staged) {
-        tma_store_wait_read<0>();
-        shared.release_previous_k(state, thread % 32 == 0);
-    }
-    barrier_sync((staged ? DQ_EMPTY : CONSUMER_SYNC) + warpgroup, staged ? DQ_THREADS : WARPGROUP);
-    const u32 target = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
-    if constexpr (INTEGER_DQ) {
-        stage_limb<false>(target, dq, grids);
-        if (grids.are_wide()) {
-            fence_async_proxy();
-            barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
-            barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
-            stage_limb<true>(target, dq, grids);
-        }
-    } else {
-        #pragma unroll
-        for (int n = 0; n < DQ_REGS / 4; ++n)
-            store_shared_16(target + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
-                            dq[n * 4 + 2], dq[n * 4 + 3]);
-    }
-    fence_async_proxy();
-    barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
-    staged = true;
-}
-
-// The same, OWNED_DQ; k_tile, q_start: the first key tile of the part, the query of its tile.
-__device__ __forceinline__ void pass_owned_dq(
-    const Arguments& args, SharedPlan& shared, WorkState state, float (&dq)[DQ_REGS],
-    int q_start, int k_tile, int warpgroup, int thread) {
-    barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
-    const u32 staging = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
-    if (k_tile > 0)
-        #pragma unroll
-        for (int n = 0; n < DQ_REGS / 4; ++n)
-            store_shared_16(staging + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
-                            dq[n * 4 + 2], dq[n * 4 + 3]);
-    else
-        finish_owned_dq<DQ_BY_QUERIES>(
-            args, shared.work_tiles[state.stage()], dq, staging, q_start, warpgroup,
-            opaque(thread) % WARPGROUP);
-    fence_async_proxy();
-    barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
-}
-
-// The same, CARRIED_DQ, of the previous iteration; before_start: the first query of the tile before.
-__device__ __forceinline__ void pass_pending_dq(
-    const Arguments& args, SharedPlan& shared, WorkState state, float (&dq)[DQ_REGS],
-    int before_start, bool started, bool pending, int k_tile, int warpgroup, int thread,
-    bool& staged) {
-    if (pending && !OWNED_DQ)
-        stage_dq(shared, state, dq, RowPair(0, 0), warpgroup, thread, staged);
-    if (pending && OWNED_DQ) {
-        const WorkState of_dq = of_pending_dq(state, started);
-        const int last_start = (num_query_tiles(args, BLOCK_Q) - 1) * BLOCK_Q;
-        pass_owned_dq(args, shared, of_dq, dq, started ? before_start : last_start,
-                      started ? k_tile : shared.work_tiles[of_dq.stage()].tile, warpgroup, thread);
-    }
-    if (started || state.count == 0) return;
-    __syncwarp();
-    if (OWNED_DQ) release_work_tile(shared, {state.count - 1}, threadIdx.x % 32 == 0);
-    shared.release_previous_k(state, threadIdx.x % 32 == 0);
-}
-
-// CARRIED_DQ: the last one of the block. `state`: after its last work tile.
-__device__ __forceinline__ void finish_pending_dq(
-    const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<2> ds_stage,
-    const u32& key_rows, int warpgroup, int thread, bool& staged) {
-    float dq[DQ_REGS];
-    const bool pending = true, started = false;
-    const IssueDq issue_dq{shared, state, key_rows};
-    IssuePreviousDq{shared, state, ds_stage, pending, started, issue_dq}(dq);
-    wgmma_wait<0>();
-    warpgroup_fence_operand(dq);
-    pass_pending_dq(args, shared, state, dq, 0, started, pending, 0, warpgroup, thread, staged);
-    if (!OWNED_DQ) barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
-}
-
-// The epilogue of a work tile. dV is stored through the staging buffer, dK after it: through K's
-// stage if K has two, otherwise through the rest of the staging buffer or, if both do not fit,
-// through the same bytes once dV has been read.
-__device__ __forceinline__ void store_gradients(
-    const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<STAGES> stage,
-    int warpgroup, int thread, const Shape& shape, float (&dk)[DK_REGS], float (&dv)[DV_REGS]) {
-    constexpr int DV_BYTES = gradient_bytes(HEAD_DIM_V), DK_BYTES = gradient_bytes(HEAD_DIM);
-    constexpr bool BOTH_FIT = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
-    const BackwardArguments& arrays = args.arrays;
-    const int lane = threadIdx.x % 32;
-    const WorkTile work = shared.work_tiles[state.stage()];
-    __syncwarp();
-    release_work_tile(shared, state, lane == 0);
-    mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
-    if (DOUBLE_BUFFERED_K) shared.arrive_k_read(lane == 0);
-    else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
-    barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
-
-    const int key = work.tile * BLOCK_K + thread / 32 * 16;
-    const u32 staging = shared_address(&shared.staging[warpgroup]);
-    bool finite = store_gradient(args.dv_map, work, key, staging, dv, 1.0f, arrays.dv,
-                                 arrays.dv_stride, shape.head_dim_v);
-    if (DOUBLE_BUFFERED_K) shared.wait_k_read(state);
-    else if (!BOTH_FIT) tma_store_wait_read<0>();
-    __syncwarp();
-    const u32 dk_tile = DOUBLE_BUFFERED_K ? shared.k_tile(state) + warpgroup * DK_BYTES
-                                          : staging + (BOTH_FIT ? DV_BYTES : 0);
-    finite &= store_gradient(args.dk_map, work, key, dk_tile, dk, static_cast<float>(arrays.scale),
-                             arrays.dk, arrays.dk_stride, shape.head_dim);
-    if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
-    __syncwarp();
-    if (!DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
-}
-
-// The same, CARRIED_DQ: through the rows of the next stage of dS^T that are the warp's own. Those of
-// dK and dV have as many bytes.
-__device__ __forceinline__ void store_gradients_through_ds(
-    const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<STAGES> stage,
-    PipelineState<2> ds_stage, int warpgroup, int thread, const Shape& shape,
-    float (&dk)[DK_REGS], float (&dv)[DV_REGS]) {
-    constexpr int BYTES = gradient_bytes(HEAD_DIM);
-    static_assert(!CARRIED_DQ || (DEFERRED_DQ && DOUBLE_BUFFERED_K && BYTES == 64 * PANEL_ROW_BYTES
-                                  && gradient_bytes(HEAD_DIM_V) == BYTES && BLOCK_Q == 128),
-                  "64 rows of a panel each");
-    const BackwardArguments& arrays = args.arrays;
-    const int lane = threadIdx.x % 32;
-    const WorkTile work = shared.work_tiles[state.stage()];
-    __syncwarp();
-    if (!OWNED_DQ) release_work_tile(shared, state, lane == 0);
-    mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
-    mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
-    const int key = work.tile * BLOCK_K + thread / 32 * 16;
-    const u32 rows = shared_address(&shared.ds[ds_stage.index]) + warpgroup * BYTES;
-    bool finite = store_gradient(args.dv_map, work, key, rows, dv, 1.0f, arrays.dv,
-                                 arrays.dv_stride, shape.head_dim_v);
-    finite &= store_gradient(args.dk_map, work, key, rows + BLOCK_K * PANEL_ROW_BYTES, dk,
-                             static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
-                             shape.head_dim);
-    if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
-    __syncwarp();
 }
 
 // ---- A consumer warpgroup ----
@@ -475,7 +257,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             .consumer_thread = consumer_thread, .key_rows = key_rows, .shared = shared,
             .state = state, .k_tile = k_tile, .batch = batch, .dk = dk, .dv = dv, .ds = ds,
             .stage = stage, .ds_stage = ds_stage, .started = started, .pending = pending,
-            .staged = staged, .lane_grid = lane_grid, .issue_dq = issue_dq, .issue_previous_dq = issue_previous_dq};
+            .staged = staged, .lane_grid = lane_grid, .issue_dq = issue_dq,
+            .issue_previous_dq = issue_previous_dq};
 
         const int head = MASK_MOD ? work.head : 0;          // read where tiles depend on it
         int remaining = QueryTileIterator(args, tiles, {k_tile, head, batch}).remaining;

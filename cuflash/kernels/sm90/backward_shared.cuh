@@ -83,8 +83,8 @@ template <> struct OwnedDqBarriers<true> {
     }
 };
 
-// What OWNED_ROWS needs (backward_owned_rows.cuh): pieces of dO and O, and barriers of pieces and of
-// the rows of query tiles.
+// What OWNED_ROWS needs (backward_owned_rows.cuh): pieces of dO and O, and barriers of pieces and
+// of the rows of query tiles.
 constexpr int ROW_PIECES = 3, ROW_STAGES = 4;
 constexpr int PIECE_ROWS = 1024 / HEAD_DIM_V, PIECE_BYTES = 4096;    // rows of dO, then of O
 template <bool> struct OwnedRowPieces {
