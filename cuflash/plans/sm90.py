@@ -35,8 +35,8 @@ from .steps import (
     last_section,
     lse_rest_buffers,
     lse_rest_launches,
-    option_constants,
     option_buffers,
+    option_constants,
     option_launches,
     query_tiles,
     rounding_launch,
@@ -493,9 +493,7 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
     return head_dim // 128 if head_dim % 128 == 0 else 1
 
 
-def _backward_shared(
-    problem: Problem, tile: Tile, owned: bool = False, owns_rows: bool = False
-) -> int:
+def _backward_shared(problem: Problem, tile: Tile, owned: bool = False) -> int:
     """Bytes of a block; `owned`: as of `owns_dq`."""
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
@@ -511,9 +509,6 @@ def _backward_shared(
             barriers += 3
         if owned:
             barriers += _dq_parts(tile, d)
-        if owns_rows:
-            keys += _ROW_PIECES * _PIECE_BYTES
-            barriers += _ROW_PIECES + 2 * _ROW_STAGES
     else:
         ds *= tile.num_stages  # and p; dq is added from registers
         dq = 0
@@ -579,53 +574,45 @@ def heads_innermost(problem: Problem) -> bool:
     )
 
 
-# How many tokens a head may have, by head dimension, for OWNED_DQ to be
-# faster; and the least share of the SMs' time that whole heads keep busy.
-_OWNED_TOKENS = {32: 512, 64: 512, 128: 512}
-_OWNED_BUSY = 0.9
-_CARRIES = True
+# OWNED_DQ. The most of L2 that Q, dO and sums of dQ of all blocks' heads may
+# take, of which half are in use on average under the causal mask. And the
+# least share of all SMs' time that whole heads keep busy.
+_OWNED_OF_L2, _OWNED_BUSY = 0.9, 0.9
 
 
-def may_own_dq(problem: Problem, tile: Tile) -> bool:
-    """Whether OWNED_DQ of sm90/backward_scheduler.cuh supports a call.
+def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
+    """OWNED_DQ of sm90/backward_scheduler.cuh: a block has a head's key tiles.
 
     Every query tile sees the first key tile, and no two iterations in
-    succession visit the same query tile.
+    succession visit the same query tile. Measured to be faster where L2 holds
+    the heads in progress (docs/lab/sm90_short_backward.md).
     """
-    most = _OWNED_TOKENS.get(head_dims(problem)[0], 0)
+    heads = problem.batch * problem.num_heads_kv
+    rounds = ceil_div(heads, device.num_sms)
+    d, dv = _backward_head_dims(problem, tile)
+    of_head = problem.seqlen_q * (6 * d + 2 * dv) // (1 + problem.causal)
+    in_progress = min(heads, device.num_sms) * of_head
     return (
         not problem.options
         and not _is_wide(tile)
         and problem.group_size == 1
-        and tile.block_q < problem.seqlen_q <= most
-        and problem.seqlen_k <= most
+        and (tile.block_q == 64 or _may_carry_dq(problem, tile))
+        and (
+            problem.seqlen_q > tile.block_q or problem.seqlen_k <= tile.block_k
+        )
         and not (problem.causal and problem.seqlen_q > problem.seqlen_k)
+        and heads >= _OWNED_BUSY * rounds * device.num_sms
+        and in_progress <= _OWNED_OF_L2 * device.l2_bytes
     )
 
 
-# ROW_PIECES, PIECE_BYTES and ROW_STAGES of sm90/backward_shared.cuh.
-_ROW_PIECES, _PIECE_BYTES, _ROW_STAGES = 3, 4096, 4
-
-
-def may_own_rows(problem: Problem, tile: Tile) -> bool:
-    """Whether OWNED_ROWS of sm90/backward_owned_rows.cuh supports a call."""
-    d, dv = _backward_head_dims(problem, tile)
-    room = _backward_shared(problem, tile, True, True)
+def _may_carry_dq(problem: Problem, tile: Tile) -> bool:
+    """CARRIED_DQ of sm90/backward_dq.cuh, if dQ is not summed in turns."""
     return (
-        problem.head_dim_v == dv == d and not problem.dlse
-        and room <= 227 * 1024
+        not problem.options
+        and tile.block_q > 64
+        and _double_buffered_k(problem, tile)
     )
-
-
-def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
-    """OWNED_DQ: whether a block has all key tiles of a head.
-
-    There have to be about as many heads as keep all SMs busy.
-    """
-    heads = problem.batch * problem.num_heads_kv
-    rounds = ceil_div(heads, device.num_sms)
-    busy = heads >= _OWNED_BUSY * rounds * device.num_sms
-    return busy and may_own_dq(problem, tile)
 
 
 def rows_kernel(
@@ -651,18 +638,18 @@ def rows_kernel(
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
     owned = owns_dq(problem, device, tile)
-    owns_rows = owned and may_own_rows(problem, tile)
-    shared = _backward_shared(problem, tile, owned, owns_rows)
+    shared = _backward_shared(problem, tile, owned)
     wide = "_wide" if _is_wide(tile) else ""
-    of_narrow = () if wide else (
-        ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
-    )  # fmt: skip
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
     in_order = problem.deterministic and not (integers or owned)
     innermost = heads_innermost(problem)
     semaphores = _dq_parts(tile, d) if in_order else 0
+    of_narrow = () if wide else (
+        ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
+        ("CARRIED_DQ", semaphores == 0 and _may_carry_dq(problem, tile)),
+    )  # fmt: skip
     rows = rows_kernel(
         problem, tile, "row_stats", d,
         ("DQ_COLUMNS", 0 if owned else d),
@@ -682,12 +669,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("INTEGER_DQ", integers),
         ("HEADS_INNERMOST", innermost),
         ("OWNED_DQ", owned),
-        ("OWNED_ROWS", owns_rows),
-        (
-            "CARRIED_DQ",
-            not problem.options and not wide and _CARRIES and tile.block_q > 64
-            and _double_buffered_k(problem, tile) and semaphores == 0,
-        ),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),
@@ -721,13 +702,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
     is_masked = problem.causal or bool(acts(problem) & {"tiles", "pairs"})
     blocks = min(kv_pairs if owned else k_tiles, device.num_sms)
-    tiles_of_sums = q_tiles
-    finish: tuple[Launch, ...] = ()
     if owned:
-        tiles_of_sums = q_tiles // kv_pairs * blocks
-        if is_masked:
-            kernel = _recompute_kernel(problem, tile, (d, dv))
-            finish = (recompute_launch(kernel, kv_pairs, device),)
+        finish = _recompute_launches(problem, device, tile, (d, dv))
     else:
         finish = (
             rounding_launch(
@@ -742,6 +718,8 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 integers=integers,
             ),
         )
+    # Of all heads, or of one a block.
+    sum_tiles = q_tiles // kv_pairs * blocks if owned else q_tiles
     return Plan(
         problem,
         "sm90",
@@ -750,7 +728,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *option_launches(problem, tile, "sm90"),
             *_maxima_launches(problem, tile, (d, dv), k_tiles),
             *lse_rest_launches(problem, "sm90"),
-            *(() if owns_rows else (Launch(rows, q_tiles),)),
+            Launch(rows, q_tiles),
             Launch(main, blocks),
             *finish,
             *gradients_of_rows(problem, tile, "sm90", integers),
@@ -761,9 +739,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *buffers_of_options(problem, tile, k_tiles_of_head),
             *lse_rest_buffers(problem),
             Buffer("delta", 16, bytes_of_rows // 16),
-            Buffer(
-                "dq_sum", 4, tiles_of_sums * tile.block_q * d * (1 + integers)
-            ),
+            Buffer("dq_sum", 4, sum_tiles * tile.block_q * d * (1 + integers)),
             Buffer("tile_counter", 4, 1),
             Buffer("recompute_flags", 4, k_tiles),
             Buffer("dq_semaphores", 4, q_tiles * semaphores),
@@ -771,11 +747,13 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     )
 
 
-def _recompute_kernel(
-    problem: Problem, tile: Tile, head_dims: tuple[int, int]
-) -> KernelPlan:
-    """Of rows that a masked NaN may have reached, where no dQ is rounded."""
-    return row_kernel(
+def _recompute_launches(
+    problem: Problem, device: Device, tile: Tile, head_dims: tuple[int, int]
+) -> tuple[Launch, ...]:
+    """OWNED_DQ: recomputes rows that a masked NaN may have reached."""
+    if not problem.causal:
+        return ()
+    kernel = row_kernel(
         "finish/recompute.cu",
         "backward_recompute",
         ("Element", problem.dtype),
@@ -784,10 +762,12 @@ def _recompute_kernel(
         ("BLOCK_Q", tile.block_q),
         ("BLOCK_K", tile.block_k),
         *option_constants(problem, "sm90", reads_dlse=True),
-        ("CAUSAL", problem.causal),
+        ("CAUSAL", True),
         ("DLSE", problem.dlse),
         ("DQ_SEMAPHORES", 0),
     )
+    heads = problem.batch * problem.num_heads_kv
+    return (recompute_launch(kernel, heads, device),)
 
 
 def _maxima_launches(

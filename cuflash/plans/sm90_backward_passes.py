@@ -139,7 +139,6 @@ def _kernel(
         ("DQ_SEMAPHORES", 0),
         ("INTEGER_DQ", False),
         ("OWNED_DQ", False),
-        ("OWNED_ROWS", False),
         ("HEADS_INNERMOST", which != _DQ and heads_innermost(problem)),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", _scores_twice(problem, which)),

@@ -110,7 +110,6 @@ def _main(
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", False),
         ("OWNED_DQ", False),
-        ("OWNED_ROWS", False),
         ("HEADS_INNERMOST", heads_innermost(problem)),
         ("STAGES", tile.num_stages),
         ("Q_STAGES", q_stages),

@@ -79,3 +79,34 @@ def test_last_dq_of_a_key_tile(backend, head_dim, causal):
     case = replace(CASE, **dims, causal=causal)
     check_gradients(backend, case)
     check_gradients(backend, replace(case, seqlen_q=120))
+
+
+@pytest.mark.parametrize(
+    ("owns", "changes"),
+    [
+        (True, {}),
+        (True, {"causal": False}),
+        (True, {"deterministic": True}),
+        (True, {"seqlen_q": 100, "seqlen_k": 128}),
+        # Two iterations in succession would be of the same query tile.
+        (False, {"seqlen_q": 128}),
+        # Some queries see no key tile.
+        (False, {"seqlen_k": 500}),
+        # L2 does not hold as many heads as SMs.
+        (False, {"seqlen_q": 1024, "seqlen_k": 1024, "causal": False}),
+        # Seven SMs have a head, the others have none or two.
+        (False, {"batch": 1, "num_heads_q": 7, "num_heads_kv": 7}),
+        (False, {"num_heads_kv": 12}),
+        (False, {"window": (30, 0)}),
+    ],
+)
+def test_which_calls_have_whole_heads(owns, changes):
+    heads = {"num_heads_q": 24, "num_heads_kv": 24}
+    dims = {"head_dim": 64, "head_dim_v": 64, "batch": 18}
+    lengths = {"seqlen_q": 512, "seqlen_k": 512, "causal": True}
+    problem = small_problem(
+        "backward", "bfloat16", **{**heads, **dims, **lengths, **changes}
+    )
+    kernels = plan(problem, device_of_arch("sm_90a")).kernels
+    found = {dict(x.constants).get("OWNED_DQ") for x in kernels}
+    assert (True in found) == owns

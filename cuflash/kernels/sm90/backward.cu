@@ -1,4 +1,4 @@
-// Backward attention for 16-bit types on Hopper (sm_90a): dK, dV, and the sums of dQ.
+// Backward attention for 16-bit types on Hopper (sm_90a): dK, dV, and dQ or its sums.
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
@@ -10,7 +10,7 @@
 // query head of the group in turn. A consumer computes S^T and dP^T; the registers of P^T and dS^T
 // are then the A operands of dV and dK. The consumers divide dQ = dS K, with dS^T from shared
 // memory. A writer warp of the producer adds each consumer's part to a float sum in global memory,
-// or to an integer one if INTEGER_DQ, which finish/dq.cu scales and rounds.
+// or to an integer one if INTEGER_DQ, which finish/dq.cu scales and rounds. OWNED_DQ: consumers do.
 //
 //     backward_constants.cuh      constants that follow from the generated ones
 //     backward_shared.cuh         SharedPlan, barriers
@@ -25,7 +25,6 @@
 //     backward_integer_dq.cuh     parts of dQ as integers
 //     backward_dq_writers.cuh     the writer warps
 //     backward_owned_dq.cuh       dQ of a block that has all keys of a head
-//     backward_owned_rows.cuh     its rows' statistics, and all of its loads
 //
 // The matmuls of an iteration are issued so that the tensor cores have work while warps compute:
 //
@@ -47,11 +46,12 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; OWNED_DQ, OWNED_ROWS,
-// HEADS_INNERMOST (backward_scheduler.cuh); SCORE_BENDS: the user's function of scores has a slope
-// other than 1; SCORES_TWICE: compute_ds() computes scores again, because their gradients are also
-// added to sums of dbias or of the user's arrays, before they are multiplied by slopes, and
-// registers hold no more than P; Arguments and the options (docs/guide/options.md).
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; OWNED_DQ and
+// HEADS_INNERMOST (backward_scheduler.cuh); CARRIED_DQ (backward_dq.cuh); SCORE_BENDS: the user's
+// function of scores has a slope other than 1; SCORES_TWICE: compute_ds() computes scores again,
+// because their gradients are also added to sums of dbias or of the user's arrays, before they are
+// multiplied by slopes, and registers hold no more than P; Arguments and the options
+// (docs/guide/options.md).
 // Shared memory, barriers, DOUBLE_BUFFERED_K: backward_shared.cuh.
 //
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
@@ -59,7 +59,6 @@
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_dq.cuh"
-#include "sm90/backward_owned_rows.cuh"
 
 constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 // Whether rows' statistics are read before S is issued: where that was measured to be faster.
@@ -114,6 +113,22 @@ struct Iterate {
     u32& lane_grid;
     const IssueDq& issue_dq;
     const IssuePreviousDq& issue_previous_dq;
+
+    // This iteration's dQ or, DEFERRED_DQ, the previous one's.
+    __device__ __forceinline__ void pass_dq(float (&dq)[DQ_REGS], const QueryRows& rows) const {
+        if constexpr (CARRIED_DQ)
+            pass_pending_dq(args, shared, state, dq, rows.q_start - BLOCK_Q, started, pending,
+                            k_tile, warpgroup, consumer_thread, staged);
+        else if constexpr (OWNED_DQ)
+            pass_owned_dq(args, shared, state, dq, rows.q_start, k_tile, warpgroup,
+                          consumer_thread);
+        else if (!DEFERRED_DQ)
+            stage_dq(shared, state, dq, RowPair(rows, consumer_thread), warpgroup, consumer_thread,
+                     staged);
+        else if (started)
+            stage_dq(shared, state, dq, RowPair(lane_grid, opaque(consumer_thread) % 32),
+                     warpgroup, consumer_thread, staged);
+    }
 
     __device__ __forceinline__ void operator()(bool last) const {
         const QueryRows& rows = shared.rows[stage.index];
@@ -184,21 +199,7 @@ struct Iterate {
         if (DEFERRED_DQ)
             mbarrier_arrive_if(
                 pending && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-        if (CARRIED_DQ) {
-            pass_pending_dq(args, shared, state, dq, rows.q_start - BLOCK_Q, started, pending,
-                            k_tile, warpgroup, consumer_thread, staged);
-        } else if (OWNED_DQ) {
-            if (!DEFERRED_DQ || started)
-                pass_owned_dq(args, shared, state, dq,
-                              rows.q_start - (DEFERRED_DQ ? BLOCK_Q : 0), k_tile, warpgroup,
-                              consumer_thread);
-            else give_staging(shared, state, warpgroup);
-        } else if (!DEFERRED_DQ)
-            stage_dq(shared, state, dq, RowPair(rows, consumer_thread), warpgroup, consumer_thread,
-                     staged);
-        else if (started)
-            stage_dq(shared, state, dq, RowPair(lane_grid, lane), warpgroup, consumer_thread,
-                     staged);
+        pass_dq(dq, rows);
         if (DEFERRED_DQ) lane_grid = lane_grid_of(rows, consumer_thread);
 
         started = pending = true;
@@ -262,7 +263,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
 
         const int head = MASK_MOD ? work.head : 0;          // read where tiles depend on it
         int remaining = QueryTileIterator(args, tiles, {k_tile, head, batch}).remaining;
-        if (OWNED_DQ && !DEFERRED_DQ) give_staging(shared, state, warpgroup);
+        if (OWNED_DQ && !CARRIED_DQ) barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
         for (; remaining > 0; --remaining) iterate(remaining == 1);
 
         wgmma_wait<0>();
@@ -274,12 +275,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             warpgroup_fence_operand(dq);
             mbarrier_arrive_if(
                 threadIdx.x % 32 == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-            if (OWNED_DQ)
-                pass_owned_dq(args, shared, state, dq, shared.rows[stage.previous()].q_start,
-                              k_tile, warpgroup, consumer_thread);
-            else
-                stage_dq(shared, state, dq, RowPair(lane_grid, threadIdx.x % 32), warpgroup,
-                         consumer_thread, staged);
+            stage_dq(shared, state, dq, RowPair(lane_grid, threadIdx.x % 32), warpgroup,
+                     consumer_thread, staged);
         }
         state.count = opaque(state.count);
         if (CARRIED_DQ)
@@ -301,13 +298,8 @@ backward_sm90(const __grid_constant__ Arguments args) {
     const int warp = threadIdx.x / 32;
     if (threadIdx.x < WARPGROUP) {                          // producers
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        if constexpr (OWNED_ROWS) {
-            if (threadIdx.x == 0) produce_owned(args, shared);
-            if (warp == WARPGROUP / 32 - 1) prepare_rows(args, shared);
-        } else {
-            if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
-            if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
-        }
+        if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
+        if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
         if (warp >= 1 && warp <= CONSUMERS) {
             if constexpr (OWNED_DQ) keep_owned_dq(args, shared, warp - 1);
             else if constexpr (INTEGER_DQ) add_integer_dq(args, shared, warp - 1);

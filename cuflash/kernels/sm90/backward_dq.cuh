@@ -16,6 +16,7 @@ static_assert(QueryGrid::M_TILES == 1 && QueryGrid::WARP_COLUMNS <= 64,
               "a warpgroup's part of dQ is 64 queries and at most 64 columns");
 static_assert(!CARRIED_DQ || (DEFERRED_DQ && DOUBLE_BUFFERED_K && !DETERMINISTIC && !INTEGER_DQ
                               && !PACKED), "a part is pending between work tiles");
+static_assert(!OWNED_DQ || CARRIED_DQ == DEFERRED_DQ, "the writer warp counts on it");
 
 // The warpgroup's part of dQ = dS K: 64 queries and all columns, or all 64 queries and 64 columns.
 struct IssueDq {

@@ -22,10 +22,10 @@ __device__ __forceinline__ void publish_work_tile(
 }
 
 // One iteration's Q, rows and dO.
-template <class Shared, class Visit>
+template <class Shared>
 __device__ __forceinline__ void load_query_tile(
     const Arguments& args, Shared& shared, PipelineState<STAGES> stage, const WorkTile& work,
-    const Visit& it) {
+    const QueryTileIterator& it) {
     mbarrier_wait(shared_address(&shared.q_empty[stage.index]), stage.phase ^ 1);
     const u32 q_full = shared_address(&shared.q_full[stage.index]);
     if (SKIPS_TILES)

@@ -83,33 +83,6 @@ template <> struct OwnedDqBarriers<true> {
     }
 };
 
-// What OWNED_ROWS needs (backward_owned_rows.cuh): pieces of dO and O, and barriers of pieces and
-// of the rows of query tiles.
-constexpr int ROW_PIECES = 3, ROW_STAGES = 4;
-constexpr int PIECE_ROWS = 1024 / HEAD_DIM_V, PIECE_BYTES = 4096;    // rows of dO, then of O
-template <bool> struct OwnedRowPieces {
-    __device__ __forceinline__ void init_owned_rows() {}
-    __device__ __forceinline__ u32 piece_at(int) { return 0; }
-    __device__ __forceinline__ u32 piece_full_at(int) { return 0; }
-    __device__ __forceinline__ u32 rows_ready_at(int) { return 0; }
-    __device__ __forceinline__ u32 rows_taken_at(int) { return 0; }
-};
-template <> struct OwnedRowPieces<true> {
-    alignas(16) unsigned char pieces[ROW_PIECES][PIECE_BYTES];
-    u64 piece_full[ROW_PIECES], rows_ready[ROW_STAGES], rows_taken[ROW_STAGES];
-    __device__ __forceinline__ void init_owned_rows() {
-        for (u64& barrier : piece_full) mbarrier_init(shared_address(&barrier), 1);
-        for (u64& barrier : rows_ready) mbarrier_init(shared_address(&barrier), 1);
-        for (u64& barrier : rows_taken) mbarrier_init(shared_address(&barrier), 1);
-    }
-    __device__ __forceinline__ u32 piece_at(int i) {
-        return shared_address(&pieces) + i * PIECE_BYTES;
-    }
-    __device__ __forceinline__ u32 piece_full_at(int i) { return barrier_at(piece_full, i); }
-    __device__ __forceinline__ u32 rows_ready_at(int i) { return barrier_at(rows_ready, i); }
-    __device__ __forceinline__ u32 rows_taken_at(int i) { return barrier_at(rows_taken, i); }
-};
-
 struct SharedTiles : KeyTileStages<DOUBLE_BUFFERED_K> {
     SmemTile<BLOCK_Q, HEAD_DIM> q[STAGES];
     SmemTile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
@@ -123,8 +96,7 @@ struct SharedTiles : KeyTileStages<DOUBLE_BUFFERED_K> {
     WorkTile work_tiles[WORK_STAGES];
     int has_boundary[BOUNDARY_FLAGS];
 };
-struct SharedPlan : SharedTiles, KeyTileBarriers<DOUBLE_BUFFERED_K>, OwnedDqBarriers<OWNED_DQ>,
-                    OwnedRowPieces<OWNED_ROWS> {};
+struct SharedPlan : SharedTiles, KeyTileBarriers<DOUBLE_BUFFERED_K>, OwnedDqBarriers<OWNED_DQ> {};
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // By one thread, before the block's first barrier.
@@ -145,11 +117,9 @@ __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
     for (int i = 0; i < WORK_STAGES; ++i) {
         mbarrier_init(shared_address(&shared.work_full[i]), 1);
         // consumer warps, dQ writer warps, the K/V producer
-        mbarrier_init(shared_address(&shared.work_empty[i]),
-                      CONSUMER_WARPS + CONSUMERS + (OWNED_ROWS ? 0 : 1));
+        mbarrier_init(shared_address(&shared.work_empty[i]), CONSUMER_WARPS + CONSUMERS + 1);
     }
     shared.init();
     shared.init_owned_dq();
-    shared.init_owned_rows();
     fence_mbarrier_init();
 }
