@@ -42,6 +42,15 @@ def test_lengths(backend, lengths):
 
 
 @on_kernels
+def test_strides_and_padded_columns(backend):
+    """Also one key tile, whose parts are no sums, of several query tiles."""
+    dims = {"head_dim": 60, "head_dim_v": 52, "layout": "unlike"}
+    check_gradients(backend, replace(CAUSAL, **dims, seqlen_q=200))
+    wider = {"head_dim": 100, "head_dim_v": 72, "layout": "unlike"}
+    check_gradients(backend, replace(CASE, **wider, seqlen_k=128))
+
+
+@on_kernels
 @pytest.mark.parametrize(
     "spoiled",
     [
