@@ -577,7 +577,7 @@ def heads_innermost(problem: Problem) -> bool:
 # OWNED_DQ. The most of L2 that Q, dO and sums of dQ of all blocks' heads may
 # take, of which half are in use on average under the causal mask. And the
 # least share of all SMs' time that whole heads keep busy.
-_OWNED_OF_L2, _OWNED_BUSY = 0.9, 0.9
+_OWNED_OF_L2, _OWNED_BUSY = 0.9, 0.8
 
 
 def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
@@ -596,22 +596,12 @@ def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
         not problem.options
         and not _is_wide(tile)
         and problem.group_size == 1
-        and (tile.block_q == 64 or _may_carry_dq(problem, tile))
         and (
             problem.seqlen_q > tile.block_q or problem.seqlen_k <= tile.block_k
         )
         and not (problem.causal and problem.seqlen_q > problem.seqlen_k)
         and heads >= _OWNED_BUSY * rounds * device.num_sms
         and in_progress <= _OWNED_OF_L2 * device.l2_bytes
-    )
-
-
-def _may_carry_dq(problem: Problem, tile: Tile) -> bool:
-    """CARRIED_DQ of sm90/backward_dq.cuh, if dQ is not summed in turns."""
-    return (
-        not problem.options
-        and tile.block_q > 64
-        and _double_buffered_k(problem, tile)
     )
 
 
@@ -648,7 +638,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     semaphores = _dq_parts(tile, d) if in_order else 0
     of_narrow = () if wide else (
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
-        ("CARRIED_DQ", semaphores == 0 and _may_carry_dq(problem, tile)),
     )  # fmt: skip
     rows = rows_kernel(
         problem, tile, "row_stats", d,

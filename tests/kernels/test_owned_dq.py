@@ -79,17 +79,6 @@ def test_deterministic_is_the_same_call(backend):
         assert_arrays_equal(got, want, "gradient")
 
 
-@on_kernels
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [32, 64])
-def test_last_dq_of_a_key_tile(backend, head_dim, causal):
-    """CARRIED_DQ of calls whose heads several blocks share."""
-    dims = {"head_dim": head_dim, "head_dim_v": head_dim, "num_heads_kv": 2}
-    case = replace(CASE, **dims, causal=causal)
-    check_gradients(backend, case)
-    check_gradients(backend, replace(case, seqlen_q=120))
-
-
 @pytest.mark.parametrize(
     ("owns", "changes"),
     [

@@ -15,9 +15,6 @@ constexpr bool LAST_KEYS_FIRST = DETERMINISTIC && CAUSAL;   // in all sections b
 // Whether a whole warp, not one thread, produces Q: it takes 32 lanes to search for tiles.
 constexpr bool WARP_PRODUCER = SKIPS_TILES || PACKED;
 
-// sm90/backward.cu: dQ is computed an iteration later.
-constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
-
 // Registers permitting, P stays in float until dS is computed. Otherwise dS comes from rounded P.
 constexpr bool FLOAT_P = BLOCK_Q <= 64;
 

@@ -21,8 +21,6 @@ __device__ __forceinline__ void store_last_rows(
         threadIdx.x % 32);
 }
 
-constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;   // of a thread
-
 // Bytes in shared memory of a warpgroup's 64 rows of dK or dV.
 constexpr int gradient_bytes(int columns) { return 64 * num_panels(columns) * PANEL_ROW_BYTES; }
 
@@ -53,66 +51,4 @@ __device__ __forceinline__ bool store_gradient(
             map, tile, warp_row, sequence_of(work).first_k + key, work.head, work.batch);
     __syncwarp();
     return finite;
-}
-
-// The epilogue of a work tile. dV is stored through the staging buffer, dK after it: through K's
-// stage if K has two, otherwise through the rest of the staging buffer or, if both do not fit,
-// through the same bytes once dV has been read.
-__device__ __forceinline__ void store_gradients(
-    const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<STAGES> stage,
-    int warpgroup, int thread, const Shape& shape, float (&dk)[DK_REGS], float (&dv)[DV_REGS]) {
-    constexpr int DV_BYTES = gradient_bytes(HEAD_DIM_V), DK_BYTES = gradient_bytes(HEAD_DIM);
-    constexpr bool BOTH_FIT = DV_BYTES + DK_BYTES <= DQ_PART_BYTES;
-    const BackwardArguments& arrays = args.arrays;
-    const int lane = threadIdx.x % 32;
-    const WorkTile work = shared.work_tiles[state.stage()];
-    __syncwarp();
-    release_work_tile(shared, state, lane == 0);
-    mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
-    if (DOUBLE_BUFFERED_K) shared.arrive_k_read(lane == 0);
-    else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
-    barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
-
-    const int key = work.tile * BLOCK_K + thread / 32 * 16;
-    const u32 staging = shared_address(&shared.staging[warpgroup]);
-    bool finite = store_gradient(args.dv_map, work, key, staging, dv, 1.0f, arrays.dv,
-                                 arrays.dv_stride, shape.head_dim_v);
-    if (DOUBLE_BUFFERED_K) shared.wait_k_read(state);
-    else if (!BOTH_FIT) tma_store_wait_read<0>();
-    __syncwarp();
-    const u32 dk_tile = DOUBLE_BUFFERED_K ? shared.k_tile(state) + warpgroup * DK_BYTES
-                                          : staging + (BOTH_FIT ? DV_BYTES : 0);
-    finite &= store_gradient(args.dk_map, work, key, dk_tile, dk, static_cast<float>(arrays.scale),
-                             arrays.dk, arrays.dk_stride, shape.head_dim);
-    if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
-    __syncwarp();
-    if (!DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
-}
-
-// The same, CARRIED_DQ: through the rows of the next stage of dS^T that are the warp's own. Rows of
-// dK and dV together have as many bytes.
-__device__ __forceinline__ void store_gradients_through_ds(
-    const Arguments& args, SharedPlan& shared, WorkState state, PipelineState<STAGES> stage,
-    PipelineState<2> ds_stage, int warpgroup, int thread, const Shape& shape,
-    float (&dk)[DK_REGS], float (&dv)[DV_REGS]) {
-    constexpr int BYTES = gradient_bytes(HEAD_DIM);
-    static_assert(!CARRIED_DQ || (BYTES == 64 * PANEL_ROW_BYTES && BLOCK_Q == 128
-                                  && gradient_bytes(HEAD_DIM_V) == BYTES),
-                  "64 rows of a panel each");
-    const BackwardArguments& arrays = args.arrays;
-    const int lane = threadIdx.x % 32;
-    const WorkTile work = shared.work_tiles[state.stage()];
-    __syncwarp();
-    if (!OWNED_DQ) release_work_tile(shared, state, lane == 0);
-    mbarrier_arrive_if(lane == 0, barrier_at(shared.q_empty, stage.previous()));
-    mbarrier_wait(barrier_at(shared.ds_empty, ds_stage.index), ds_stage.phase ^ 1);
-    const int key = work.tile * BLOCK_K + thread / 32 * 16;
-    const u32 rows = shared_address(&shared.ds[ds_stage.index]) + warpgroup * BYTES;
-    bool finite = store_gradient(args.dv_map, work, key, rows, dv, 1.0f, arrays.dv,
-                                 arrays.dv_stride, shape.head_dim_v);
-    finite &= store_gradient(args.dk_map, work, key, rows + BLOCK_K * PANEL_ROW_BYTES, dk,
-                             static_cast<float>(arrays.scale), arrays.dk, arrays.dk_stride,
-                             shape.head_dim);
-    if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
-    __syncwarp();
 }

@@ -6,10 +6,9 @@
 // is always the same.
 //
 // The staging buffer of a part of dQ goes to and fro: DQ_EMPTY gives it to the consumer, DQ_FULL to
-// the writer warp. For an iteration of key tile 0 that warp brings the sum before it gives it.
-// A work tile of n iterations has n of each if CARRIED_DQ, otherwise n + 1: the first DQ_FULL says
-// that TMA has read the previous work tile's dV, the last DQ_EMPTY that dV may leave through the
-// buffer.
+// the writer warp. A work tile of n iterations has n + 1 of each. The first DQ_FULL says that TMA
+// has read the previous work tile's dV, the last DQ_EMPTY that dV may leave through it. For an
+// iteration of key tile 0 the writer warp brings the sum before it gives the buffer.
 //
 // Order of memory accesses. One lane starts all bulk copies of a part, one group an iteration, and
 // a query tile is not visited by two iterations in succession. So once all groups but the last are
@@ -45,7 +44,7 @@ __device__ __forceinline__ void keep_owned_dq(
         const OwnedTiles tiles(args, k_tile);
         float* sum = dq_sum_tile(args.arrays.dq_sum, blockIdx.x * num_q_tiles + tiles.first)
                    + consumer * (DQ_PART_BYTES / 4);
-        if (!CARRIED_DQ) barrier_sync(DQ_FULL + consumer, DQ_THREADS);
+        barrier_sync(DQ_FULL + consumer, DQ_THREADS);
         for (int tile = tiles.first; tile < tiles.end; ++tile, sum += BLOCK_Q * HEAD_DIM) {
             const bool has_sum = tile >= tiles.summed;
             if (has_sum && lane == 0) tma_store_wait<1>();
@@ -69,12 +68,20 @@ __device__ __forceinline__ void keep_owned_dq(
             }
             __syncwarp();
         }
-        if (!CARRIED_DQ) barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
+        barrier_arrive(DQ_EMPTY + consumer, DQ_THREADS);
     }
     tma_store_wait<0>();
 }
 
 // ---- By a consumer warpgroup; thread: of its 128 ----
+
+// A work tile's first DQ_FULL.
+__device__ __forceinline__ void give_staging(SharedPlan& shared, WorkState state, int warpgroup) {
+    tma_store_wait_read<0>();
+    if (DOUBLE_BUFFERED_K) shared.release_previous_k(state, threadIdx.x % 32 == 0);
+    __syncwarp();
+    barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
+}
 
 // The rows and columns of dQ that a thread's part begins with.
 template <bool BY_QUERIES> struct DqPart {
