@@ -262,6 +262,7 @@ def _cure(call: str, name: str) -> str:
         return "pass its arrays without a name"
     others = [x for x, names in _PARAMETERS.items() if name in names]
     if others:
-        return f"it is an argument of {others[0]}"
+        own = f"{call}_backward"
+        return f"it is an argument of {own if own in others else others[0]}"
     close = difflib.get_close_matches(name, known, 1)
     return f"did you mean {close[0]}?" if close else ""

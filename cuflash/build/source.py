@@ -118,13 +118,13 @@ def _splice(
         path = twins.get(file, folder / file)
         if file in twins:
             file = path.name
-        text = path.read_text(encoding="ascii")
+        text = read(path)
     lines = [f'#line 1 "{file}"']
     for plain, number, quote, name in _parts(text):
         lines += plain
         if not number:
             break
-        known = name in generated or (folder / name).is_file()
+        known = name in generated or name in done or (folder / name).is_file()
         if quote != '"' or not known:
             raise CompileError(
                 f"{file}({number}) includes {name}, which is not a file"
@@ -134,6 +134,17 @@ def _splice(
             lines += _splice(name, folder, twins, generated, done)
         lines.append(f'#line {number + 1} "{file}"')
     return lines
+
+
+def read(path: Path) -> str:
+    """A file's text, kept as long as the file is the same."""
+    found = path.stat()
+    return _read(path, found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+@functools.lru_cache(maxsize=512)
+def _read(path: Path, *version: int) -> str:
+    return path.read_text(encoding="ascii")
 
 
 # A text's lines up to an include, and this include's line number, quote and

@@ -185,7 +185,15 @@ def softcap(score: Node) -> tuple[float, Node]:
     if len(caps) != 1 or None in caps or score is SCORE:
         return 0.0, score
     ((cap, capped),) = (x for x in caps if x)
-    return cap, _replaced(score, capped)
+    return cap, _replaced(score, capped, SCORE)
+
+
+def with_softcap(cap: float, score: Node | None) -> Node:
+    """The graph of a score that goes through a softcap first: its inverse."""
+    size = nodes.constant(cap)
+    inner = apply("tanh", apply("divide", SCORE, size))
+    capped = apply("multiply", size, inner)
+    return capped if score is None else _replaced(score, SCORE, capped)
 
 
 def _cap_of(use: Node, order: list[Node]) -> tuple[float, Node] | None:
@@ -211,9 +219,9 @@ def _ratio(node: Node) -> float | None:
     return None
 
 
-def _replaced(root: Node, old: Node) -> Node:
-    """The graph with SCORE in place of a node."""
-    found: dict[Node, Node] = {old: SCORE}
+def _replaced(root: Node, old: Node, new: Node) -> Node:
+    """The graph with a node in place of another."""
+    found: dict[Node, Node] = {old: new}
     for node in nodes.in_order([root]):
         if node in found:
             continue

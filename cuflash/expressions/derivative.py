@@ -87,7 +87,12 @@ def _adjoints(root: Node) -> dict[Node, Node]:
             if nodes.same_constant(term, 0):
                 continue
             known = found.get(arg)
-            found[arg] = term if known is None else apply("add", known, term)
+            if known is None:
+                found[arg] = term
+            elif known is term:  # as of x * x
+                found[arg] = _scaled(2.0, term)
+            else:
+                found[arg] = apply("add", known, term)
     return found
 
 
@@ -97,7 +102,7 @@ def _product(adjoint: Node, partial: Node) -> Node:
     And where a branch was not taken, though the adjoint may be infinite.
     """
     if adjoint.is_constant:
-        return apply("multiply", adjoint, partial)
+        return _scaled(adjoint.value, partial)
     if partial.op == "where":
         taken, *branches = partial.args
         if all(nodes.same_constant(x, 0) or nodes.same_constant(x, 1)
@@ -107,8 +112,24 @@ def _product(adjoint: Node, partial: Node) -> Node:
                 adjoint if x.value else none for x in branches
             ))  # fmt: skip
     if partial.is_constant and math.isfinite(partial.value):
-        return apply("multiply", partial, adjoint)
+        return _scaled(partial.value, adjoint)
     return apply("product_if", adjoint, partial)
+
+
+# Factors between these are multiplied with each other.
+_MODERATE = 2.0**-60, 2.0**60
+
+
+def _scaled(factor: float, node: Node) -> Node:
+    """A multiple of a node, whose own constant factors join."""
+    least, most = _MODERATE
+    if node.op == "negative":
+        return _scaled(-factor, node.args[0])
+    if node.op == "multiply":
+        for own, other in (node.args, node.args[::-1]):
+            if own.is_constant and least <= abs(factor * own.value) <= most:
+                return _scaled(factor * own.value, other)
+    return apply("multiply", constant(factor), node)
 
 
 def _moving(root: Node) -> set[Node]:

@@ -33,7 +33,7 @@ _ELEMENTS = {
 DTYPES = tuple(_ELEMENTS)
 
 # Functions with a fast variant for 16-bit elements.
-_FAST = "exp", "exp2", "tanh"
+_FAST = "exp", "exp2", "tanh", "divide"
 
 
 class Moves(NamedTuple):
@@ -413,6 +413,7 @@ class _Body:
     ) -> None:
         self._arrays, self._exact, self.shared = arrays, exact, shared
         every = nodes.in_order(roots)
+        self._exact_quotients = _before_steps(every)
         self._names = {x: f"n{i}" for i, x in enumerate(every)}
         self._wide = {x: ranges.is_wide(x) for x in every}
         pairs = [x for x in every if not x.of_head]
@@ -518,8 +519,11 @@ class _Body:
         fused = self._fused(node)
         if fused:
             return fused
-        fast = "<FAST>" if node.op in _FAST else ""
+        fast = self._fast(node) if node.op in _FAST else ""
         return f"ex::{node.op}{fast}({', '.join(args)})"
+
+    def _fast(self, node: Node) -> str:
+        return "<false>" if node in self._exact_quotients else "<FAST>"
 
     def _operand(self, node: Node, arg: Node) -> str:
         name = self.name(arg)
@@ -532,9 +536,9 @@ class _Body:
         value = node.args[1].value
         inverse = 1 / value if value else 0.0
         if self._exact or not math.isfinite(value) or not inverse:
-            return f"ex::divide({', '.join(args)})"
+            return f"ex::divide<false>({', '.join(args)})"
         return (
-            f"ex::divide_constant<FAST>({', '.join(args)},"
+            f"ex::divide_constant{self._fast(node)}({', '.join(args)},"
             f" Real({inverse.hex()}))"
         )
 
@@ -570,6 +574,8 @@ class _Body:
             how = "false"
         else:
             how = f"{'WHOLE_WARP' if self._exact else 'false'}, INSIDE"
+            if self._exact and "kv_idx" in node.depends:
+                how += ", true"
         free = _free(node) if not node.of_head else [*range(len(node.args))]
         indices = "".join(f", {self.name(node.args[x])}" for x in free)
         return f"ex::gather<{kind}, {how}>({self._view(node)}{indices})"
@@ -811,6 +817,26 @@ class _Body:
             f"            {{{', '.join(sizes)}}}, {{{', '.join(strides)}}}}},",
             f"            {term}, {', '.join(indices)});",
         ]
+
+
+# Their results jump where their operands do not.
+_STEPS = frozenset((
+    "floor", "ceil", "trunc", "rint", "to_int", "sign", "floor_divide",
+    "remainder", "less", "less_equal", "greater", "greater_equal", "equal",
+    "not_equal",
+))  # fmt: skip
+
+
+def _before_steps(order: Sequence[Node]) -> set[Node]:
+    """The nodes whose last bit may decide where a step is, as of an index.
+
+    Of those of a score it may: a score is rounded before.
+    """
+    found: set[Node] = set()
+    for node in reversed(order):
+        if node in found or node.op in _STEPS:
+            found.update(node.args)
+    return {x for x in found if "score" not in x.depends}
 
 
 def _free(gather: Node) -> list[int]:

@@ -33,7 +33,7 @@ from cuflash.launch.results import (
 from cuflash.launch.run import run
 from cuflash.launch.widened import on_copies
 from cuflash.plans.expression import has_expression
-from cuflash.plans.plan import FamilyName, Plan
+from cuflash.plans.plan import FamilyName, Plan, with_capped_score
 from cuflash.plans.record import Family
 from cuflash.plans.steps import num_directions
 from cuflash.request import layouts, mod_tangents, options, traced
@@ -202,16 +202,28 @@ def _is_after_forward(signature: Signature, backend: Backend) -> bool:
 def _reads_forward(
     signature: Signature, target: Target, wanted: FamilyName | None
 ) -> bool:
-    return decide(signature.problem, target, wanted).after_forward
+    p = _capped(signature, target, wanted).problem
+    return decide(p, target, wanted).after_forward
 
 
 # ---- Recipes ----
+
+
+def _capped(
+    signature: Signature, target: Target, wanted: FamilyName | None
+) -> Signature:
+    """As kernels take it: `with_capped_score`."""
+    p = with_capped_score(signature.problem, target.device(), wanted)
+    return signature if p is signature.problem else replace(
+        signature, problem=p
+    )  # fmt: skip
 
 
 @remembered
 def _jvp_recipe(
     signature: Signature, target: Target, wanted: FamilyName | None
 ) -> Recipe:
+    signature = _capped(signature, target, wanted)
     p = signature.problem
     decided = decide(p, target, wanted)
     family = decided.record
@@ -230,6 +242,7 @@ def _jvp_recipe(
 def _double_recipe(
     signature: Signature, target: Target, wanted: FamilyName | None
 ) -> Recipe:
+    signature = _capped(signature, target, wanted)
     p = signature.problem
     decided = decide(p, target, wanted)
     family = decided.record

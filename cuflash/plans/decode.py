@@ -18,6 +18,7 @@ from .steps import (
     MAX_OF_TENSOR_CORES,
     element,
     element_bytes,
+    has_left_bound,
     is_linear,
     is_packed,
     longest_run,
@@ -256,11 +257,31 @@ def _best_splits(heads: int, tiles: int, fewest: int, resident: int) -> int:
 
 
 def is_balanced(problem: Problem) -> bool:
-    """Whether only the device knows how long sequences are."""
+    """Whether parts have to be balanced by the device.
+
+    Only it knows the sequences' lengths. All row tiles of one sequence have
+    as many key tiles, whatever its length, so the same number of parts is
+    right for each; but of a window, where most parts would be hidden.
+    """
     cache = problem.kvcache
-    return problem.num_splits is None and bool(
-        cache and (cache.lengths or cache.packed_queries or cache.leftpad)
-    )
+    if problem.num_splits is not None or cache is None:
+        return False
+    if problem.batch == 1 and not has_left_bound(problem):
+        return False
+    return cache.lengths or cache.packed_queries or cache.leftpad
+
+
+# Of all row tiles' key tiles and ends, so that multiples of their number are
+# ints of 32 bits: decode/parts.cuh.
+_MOST_PLACES = 1 << 26
+
+
+def parts_constants(problem: Problem, tile: Tile) -> tuple[Constant, ...]:
+    """The constants of decode/parts.cuh."""
+    key_tiles = ceil_div(problem.seqlen_k, tile.block_k) + PART_TILES
+    places = row_tiles(problem, tile.block_q) * key_tiles
+    is_wide = is_balanced(problem) and places > _MOST_PLACES
+    return (("BALANCED", is_balanced(problem)), ("WIDE_PLACES", is_wide))
 
 
 def cache_constants(problem: Problem) -> tuple[Constant, ...]:
@@ -290,7 +311,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         shared,
         ("NUM_STAGES", tile.num_stages),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        ("BALANCED", is_balanced(problem)),
+        *parts_constants(problem, tile),
         *cache_constants(problem),
     )  # fmt: skip
     splits = num_splits(problem, device, tile, blocks_per_sm)
@@ -376,8 +397,8 @@ def _merge_launch(
         rows_of_block = min(rows, rounds * slots)
     shared = _FOUND_BYTES if slots > 1 else 0
     kept = {
-        "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "Arguments",
-        "WINDOW", "SINK", "PACKED", "MAX_SCORE",
+        "Element", "CAUSAL", "BLOCK_Q", "BLOCK_K", "BALANCED", "WIDE_PLACES",
+        "Arguments", "WINDOW", "SINK", "PACKED", "MAX_SCORE",
         *dict(cache_constants(problem)),
     }  # fmt: skip
     constants = tuple(x for x in main.constants if x[0] in kept)

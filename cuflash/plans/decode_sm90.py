@@ -166,7 +166,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("BLOCKS_PER_SM", tile.blocks_per_sm),
         ("KV_STAGES", tile.num_stages),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        ("BALANCED", decode.is_balanced(problem)),
+        *decode.parts_constants(problem, tile),
         *decode.cache_constants(problem),
         part="_sm90",
     )  # fmt: skip

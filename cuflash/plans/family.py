@@ -141,6 +141,17 @@ def in_float32(
     )
 
 
+def with_capped_score(
+    problem: Problem, device: Device, wanted: FamilyName | None = None
+) -> Problem:
+    """`sm90.with_capped_score` of it, where sm90 supports only that."""
+    changed = sm90.with_capped_score(problem)
+    if changed is problem:
+        return problem
+    found = (family_of(x, device, wanted) for x in (problem, changed))
+    return changed if (*found,) == ("sm80", "sm90") else problem
+
+
 def _derivative_family(
     problem: Problem, device: Device, family: FamilyName
 ) -> FamilyName:
@@ -364,17 +375,19 @@ def legal_tiles(
     """
     if not _has_kernels(problem, family):
         return
+    maker = maker_of(problem, family)
     for tile in tiles.candidates(family, problem.direction):
-        if _fits(problem, device, family, tile):
+        if _fits(problem, device, family, tile, maker):
             yield tile
 
 
-def _fits(problem: Problem, device: Device, family: str, tile: Tile) -> bool:
+def _fits(
+    problem: Problem, device: Device, family: str, tile: Tile, maker: Maker
+) -> bool:
     if family == "decode" and device.copies_at_once != (tile.num_stages == 1):
         return False
     if family == "fma" and fma.is_small(tile) and not device.copies_at_once:
         return False
-    maker = maker_of(problem, family)
     most = shared_bytes_of_block(device, tile.blocks_per_sm)
     shared = maker.shared_bytes(problem, tile)
     return shared <= most and maker.fits(problem, tile)
@@ -385,7 +398,9 @@ def is_legal(
 ) -> bool:
     """Whether a family's kernel can run a problem with a tile."""
     known = tiles.is_known(family, problem.direction, tile)
-    return known and _fits(problem, device, family, tile)
+    return known and _fits(
+        problem, device, family, tile, maker_of(problem, family)
+    )
 
 
 def has_sizes(tile: Tile, problem: Problem) -> bool:

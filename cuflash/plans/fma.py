@@ -39,12 +39,15 @@ def _weight_keys(tile: Tile) -> int:
     return 32 if tile.block_k % 64 == 0 else 16
 
 
-def _forward_shared(problem: Problem, tile: Tile) -> int:
+def _forward_shared(
+    problem: Problem, tile: Tile, weight_keys: int | None = None
+) -> int:
     d, dv = head_dims(problem)
+    weight_keys = weight_keys or _weight_keys(tile)
     return 4 * (
         (tile.block_q + tile.block_k) * (d + ROWS_PAD)
         + tile.block_k * (dv + ROWS_PAD)
-        + tile.block_q * (_weight_keys(tile) + WEIGHTS_PAD)
+        + tile.block_q * (weight_keys + WEIGHTS_PAD)
     )
 
 
@@ -62,11 +65,21 @@ def rows_fit(problem: Problem, tile: Tile, kinds: int = 1) -> bool:
 
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
+    weight_keys = _weight_keys(tile)
+    if problem.bias == "float32":
+        # All columns of P, if as many blocks have room: biases wait there.
+        blocks = [
+            device.blocks_by_shared(_forward_shared(problem, tile, keys))
+            for keys in (weight_keys, tile.block_k)
+        ]
+        # Registers hold 8 warps: a lane has up to 255.
+        if blocks[1] >= min(blocks[0], max(8 // tile.num_warps, 1)):
+            weight_keys = tile.block_k
     return forward_in_one(
         problem, device, tile, "fma",
-        head_dims(problem), _forward_shared(problem, tile),
+        head_dims(problem), _forward_shared(problem, tile, weight_keys),
         ("NEGATE_SCORES", problem.scale < 0 and is_linear(problem)),
-        ("WEIGHT_KEYS", _weight_keys(tile)),
+        ("WEIGHT_KEYS", weight_keys),
     )  # fmt: skip
 
 

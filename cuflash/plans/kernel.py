@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -50,7 +51,7 @@ class Device:
     @property
     def capability(self) -> int:
         """Compute capability without the dot: 90 of ``sm_90a``."""
-        return int("".join(c for c in self.arch if c.isdigit()))
+        return _capability(self.arch)
 
     def multiplies(self, dtype: str) -> bool:
         """Whether its tensor cores multiply numbers of this 16-bit type."""
@@ -70,6 +71,11 @@ class Device:
         """Blocks of an SM at once, each with so much shared memory."""
         whole = self.shared_bytes + self.reserved_bytes
         return whole // (shared + self.reserved_bytes)
+
+
+@functools.cache
+def _capability(arch: str) -> int:
+    return int("".join(c for c in arch if c.isdigit()))
 
 
 # The most shared memory of a block in KiB, by compute capability (CUDA C++

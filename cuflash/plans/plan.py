@@ -23,6 +23,7 @@ from cuflash.plans.family import (
     legal_tiles,
     maker_of,
     wanted_family,
+    with_capped_score,
 )
 from cuflash.plans.kernel import (
     SHARED_KIB,
@@ -48,7 +49,7 @@ __all__ = [
     "Plan", "StaticSchedule",
     "check", "default_plans", "device_of_arch", "family_of", "in_float32",
     "is_legal", "legal_tiles", "main_file", "occupancy", "plan", "tuned_by",
-    "wanted_family",
+    "wanted_family", "with_capped_score",
 ]  # fmt: skip
 
 
@@ -162,15 +163,17 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
             problem, device, family, tile
         ):
             return tile
-    legal = tuple(legal_tiles(problem, device, family))
-    if not legal:
-        raise _no_room(problem, device, family)
+    legal: Iterable[Tile] = legal_tiles(problem, device, family)
     if problem.tangents is not None:
-        legal = _several_directions_first(legal)
+        legal = _several_directions_first(tuple(legal))
+    others = []
     for tile in legal:
         if has_sizes(tile, problem):
             return tile
-    raise _no_such_blocks(problem, f"the {family}", device.arch, legal)
+        others.append(tile)
+    if not others:
+        raise _no_room(problem, device, family)
+    raise _no_such_blocks(problem, f"the {family}", device.arch, others)
 
 
 def _several_directions_first(found: tuple[Tile, ...]) -> tuple[Tile, ...]:

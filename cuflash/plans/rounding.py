@@ -8,4 +8,4 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def round_up(a: int, b: int) -> int:
-    return ceil_div(a, b) * b
+    return -(-a // b) * b

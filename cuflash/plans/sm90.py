@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from cuflash.expressions import derivative, nodes
+from dataclasses import replace
+
+from cuflash.expressions import builtin, derivative, nodes
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
+from cuflash.request import softcap as softcaps
 from cuflash.request.options import acts, has_order
 from cuflash.request.problem import Problem
 
@@ -32,6 +35,7 @@ from .steps import (
     is_packed,
     is_wide,
     kernel_of,
+    key_tiles,
     last_section,
     lse_rest_buffers,
     lse_rest_launches,
@@ -216,6 +220,19 @@ def _has_sparse_tiles(problem: Problem) -> bool:
 def _has_dynamic_scheduler(problem: Problem) -> bool:
     """sm90/forward_shared.cuh's DYNAMIC_SCHEDULER."""
     return is_packed(problem) or skips_tiles(problem)
+
+
+def with_capped_score(problem: Problem) -> Problem:
+    """The problem with its softcap as a part of the user's score.
+
+    Kernels of derivatives have a score, and no softcap. Their text has the
+    number in it. A large softcap stays what it is: tanh is exact there.
+    """
+    p = problem
+    if not p.softcap or softcaps.is_large(p.softcap, p.dtype):
+        return p
+    score = builtin.with_softcap(p.softcap, p.score_mod)
+    return replace(p, softcap=0.0, score_mod=score)
 
 
 def score_bends(problem: Problem) -> bool:
@@ -443,9 +460,27 @@ _ROW_BYTES, _ROWS_BYTES = 2 * 4, 16
 _BACKWARD_REGISTERS = 208
 
 
-# With dq_semaphore, more concurrent heads cost up to 10 % at seqlen 512, as
-# measured; fewer cost as much at 4096.
+# With dq_semaphore, as measured: more concurrent heads, if they have many
+# query tiles, cost up to 10 %.
 MAX_SEMAPHORE_HEADS = 16
+
+# sm90/backward_dq_writers.cuh's DQ_INTERVAL: key tiles of a head that start
+# together begin to add that many iterations after one another.
+_SEMAPHORE_INTERVAL = 2
+
+
+def _most_semaphore_heads(problem: Problem, tile: Tile, device: Device) -> int:
+    """The most concurrent heads of a deterministic call.
+
+    Of so many heads few key tiles start together: the last one waits for as
+    many iterations as it has.
+    """
+    if _is_wide(tile):
+        return MAX_SEMAPHORE_HEADS
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    iterations = problem.group_size * q_tiles
+    least = _SEMAPHORE_INTERVAL * device.num_sms // iterations
+    return max(MAX_SEMAPHORE_HEADS, least)
 
 
 def _backward_head_dims(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -470,6 +505,50 @@ def _is_wide(tile: Tile) -> bool:
     return tile.block_k == 64
 
 
+def _is_plain(problem: Problem) -> bool:
+    """Without options that act on pairs or tiles."""
+    return acts(problem) <= {"rows"}
+
+
+# Blocks of a cluster, each with a key tile of a pair; one's columns of dQ.
+_CLUSTER_BLOCKS, _CLUSTER_HEAD_DIM = 2, 256
+
+
+def _in_clusters(problem: Problem, tile: Tile) -> bool:
+    """Whether a tile is for sm90/backward_cluster.cu: no options, at 256."""
+    return (
+        _is_wide(tile)
+        and tile.num_stages == 2
+        and head_dims(problem) == (_CLUSTER_HEAD_DIM, _CLUSTER_HEAD_DIM)
+        and _is_plain(problem)
+        and not is_packed(problem)
+    )
+
+
+def _cluster_shared(problem: Problem, tile: Tile) -> int:
+    """Bytes of sm90/backward_cluster.cu's SharedPlan."""
+    columns = tile_bytes(64, _CLUSTER_HEAD_DIM)
+    # k, v, half of the other block's k; q and dout; dS^T of both blocks
+    tiles = 2 * columns + columns // 2 + 2 * tile.num_stages * columns
+    tiles += 2 * tile_bytes(tile.block_k, tile.block_q)
+    # q and dout; ds; k and v; work
+    barriers = 4 * tile.num_stages + 3 + 4 + 3 * 2
+    barriers += 2 * tile.num_stages if problem.deterministic else 0
+    return round_up(
+        tiles
+        + tile.num_stages * _rows_bytes(problem, tile)
+        + 2 * round_up(_WORK_BYTES - 8, 16)
+        + barriers * MBARRIER_BYTES,
+        1024,
+    )
+
+
+def _cluster_constants(blocks: int) -> tuple[Constant, ...]:
+    if blocks == 1:
+        return ()
+    return ("CLUSTER_BLOCKS", blocks), ("MULTICAST", True)
+
+
 def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """DOUBLE_BUFFERED_K of sm90/backward_shared.cuh.
 
@@ -478,8 +557,7 @@ def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """
     if not {"window", "segment_ids", "mask_mod"}.isdisjoint(problem.options):
         return True
-    is_plain = acts(problem) <= {"rows"}
-    return is_plain and tile.block_q > 64 and tile.num_stages == 2
+    return _is_plain(problem) and tile.block_q > 64 and tile.num_stages == 2
 
 
 def _dq_parts(tile: Tile, head_dim: int) -> int:
@@ -493,8 +571,88 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
     return head_dim // 128 if head_dim % 128 == 0 else 1
 
 
-def _backward_shared(problem: Problem, tile: Tile, owned: bool = False) -> int:
-    """Bytes of a block; `owned`: as of `owns_dq`."""
+# Consumer warps of sm90/backward.cu, each with the sums of 16 keys.
+_CONSUMER_WARPS = 8
+
+# What a part costs apart from its iterations, in iterations, and what handing
+# on sums to the next one does, as measured.
+_PART_COST, _HANDOVER_COST = 5, 1
+
+# Iterations of a part of a group, with which that costs 8 %.
+_PART_ITERATIONS = 64
+
+# Each number is a kernel of its own.
+_TAIL_PARTS = (1, 2, 3, 5, 8)
+
+
+def _may_have_parts(problem: Problem, tile: Tile) -> bool:
+    """Whether a work tile may have a part of a key tile's iterations."""
+    return (
+        _is_plain(problem)
+        and not _is_wide(tile)
+        and not problem.deterministic
+        and not is_packed(problem)
+    )
+
+
+def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
+    """TAIL_PARTS of sm90/backward_scheduler.cuh: what takes least time."""
+    if problem.causal or not _may_have_parts(problem, tile):
+        return 1
+    rest = key_tiles(problem, tile.block_k) % device.num_sms
+    iterations = problem.group_size * count_tiles(
+        problem, problem.seqlen_q, tile.block_q
+    )
+
+    def cost(parts: int) -> int:
+        rounds = ceil_div(rest * parts, device.num_sms)
+        of_part = ceil_div(iterations, parts) + _PART_COST
+        return rounds * of_part + (parts > 1) * parts * _HANDOVER_COST
+
+    return min((x for x in _TAIL_PARTS if x <= iterations), key=cost)
+
+
+def _group_parts(problem: Problem, device: Device, tile: Tile) -> int:
+    """GROUP_PARTS of sm90/backward_scheduler.cuh.
+
+    More than 1 where the groups that are visited at a time do not fit in L2.
+    Many short heads, of which parts would not fit either, are innermost.
+    """
+    if not (problem.causal and _may_have_parts(problem, tile)):
+        return 1
+    k_tiles = count_tiles(problem, problem.seqlen_k, tile.block_k)
+    groups = min(
+        device.num_sms / k_tiles + 1, problem.batch * problem.num_heads_kv
+    )
+    bytes_of_heads = groups * _head_bytes(problem, tile)
+    group = problem.group_size
+    if group * bytes_of_heads <= device.l2_bytes:
+        return 1
+    # Of a mean key tile and head, with as many queries as keys.
+    visits = count_tiles(problem, problem.seqlen_q, tile.block_q) // 2 + 1
+    heads = next(
+        x
+        for x in range(1, group + 1)
+        if group % x == 0 and (x * visits >= _PART_ITERATIONS or x == group)
+    )
+    fits = heads * bytes_of_heads <= 2 * device.l2_bytes
+    return group // heads if fits or not heads_innermost(problem) else 1
+
+
+def _head_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of a query head: q and dout have 2 an element, sums of dq 4."""
+    d, dv = _backward_head_dims(problem, tile)
+    visible_queries = int(min(window_of(problem), problem.seqlen_q))
+    return visible_queries * (6 * d + 2 * dv)
+
+
+def _backward_shared(
+    problem: Problem, tile: Tile, *, has_parts: bool = True,
+    owned: bool = False,
+) -> int:  # fmt: skip
+    """has_parts: that it has them, where it may. owned: as of `owns_dq`."""
+    if _in_clusters(problem, tile):
+        return _cluster_shared(problem, tile)
     d, dv = _backward_head_dims(problem, tile)
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
     queries = tile_bytes(tile.block_q, d) + tile_bytes(tile.block_q, dv)
@@ -502,6 +660,7 @@ def _backward_shared(problem: Problem, tile: Tile, owned: bool = False) -> int:
     dq = tile.block_q * d * 4
     barriers = 4 * tile.num_stages + 3 + 2 * 2  # q and dout; k, v; work
     work = 3 * 4 + (_SEQUENCE_BYTES if is_packed(problem) else 0)
+    work += 3 * 4 * (has_parts and _may_have_parts(problem, tile))
     if not _is_wide(tile):
         barriers += 2 * 2  # ds
         if _double_buffered_k(problem, tile):
@@ -628,21 +787,29 @@ def rows_kernel(
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
     owned = owns_dq(problem, device, tile)
-    shared = _backward_shared(problem, tile, owned)
+    parts = 1 if owned else _group_parts(problem, device, tile)
+    tail_parts = 1 if owned else _tail_parts(problem, device, tile)
+    has_parts = max(parts, tail_parts) > 1
+    shared = _backward_shared(problem, tile, has_parts=has_parts, owned=owned)
+    part_semaphores = _CONSUMER_WARPS if has_parts else 0
     wide = "_wide" if _is_wide(tile) else ""
+    in_clusters = _in_clusters(problem, tile)
+    together = _CLUSTER_BLOCKS if in_clusters else 1
+    of_narrow = () if wide else (
+        ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
+        ("PART_SEMAPHORES", part_semaphores),
+    )  # fmt: skip
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
     in_order = problem.deterministic and not (integers or owned)
-    innermost = heads_innermost(problem)
+    innermost = heads_innermost(problem) and not has_parts
     semaphores = _dq_parts(tile, d) if in_order else 0
-    of_narrow = () if wide else (
-        ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
-    )  # fmt: skip
     rows = rows_kernel(
         problem, tile, "row_stats", d,
         ("DQ_COLUMNS", 0 if owned else d),
         ("DQ_SEMAPHORES", semaphores),
+        ("PART_SEMAPHORES", part_semaphores),
         ("INTEGER_DQ", integers),
         ("CAUSAL", integers and problem.causal),
         options=(
@@ -658,39 +825,50 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("INTEGER_DQ", integers),
         ("HEADS_INNERMOST", innermost),
         ("OWNED_DQ", owned),
+        ("GROUP_PARTS", parts),
+        ("TAIL_PARTS", tail_parts),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
         ("SCORES_TWICE", scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *of_narrow,
-        part=wide, ptxas_level=tile.ptxas_level,
+        *_cluster_constants(together),
+        part="_cluster" if in_clusters else wide,
+        ptxas_level=tile.ptxas_level,
     )  # fmt: skip
     q_tiles = query_tiles(problem, tile.block_q)
     kv_pairs = problem.batch * problem.num_heads_kv
     k_tiles_of_head = count_tiles(problem, problem.seqlen_k, tile.block_k)
     k_tiles = k_tiles_of_head * kv_pairs
-    visible_queries = int(min(window_of(problem), problem.seqlen_q))
     heads = heads_per_section(
         problem,
         device,
-        problem.num_heads_kv,
-        # q and dout have 2 bytes per element, the sums of dq 4
-        problem.group_size * visible_queries * (6 * d + 2 * dv),
+        problem.num_heads_kv * parts,
+        problem.group_size // parts * _head_bytes(problem, tile),
     )
     if skips_tiles(problem):
         heads = _ordered_heads(problem, problem.num_heads_kv, heads)
     if in_order:
-        heads = min(heads, MAX_SEMAPHORE_HEADS)
+        heads = min(heads, _most_semaphore_heads(problem, tile, device))
     last_tiles = _LAST_WIDE_TILES if innermost and wide else LAST_TILES
+    # Of clusters, and of the pairs that they take.
+    running = max(device.num_sms // together, 1)
+    tiles_of_head = ceil_div(k_tiles_of_head, together)
+    works = tiles_of_head * kv_pairs * max(parts, tail_parts)
+    blocks = together * min(kv_pairs if owned else works, running)
     last = last_section(
-        problem, heads, kv_pairs, k_tiles_of_head, device.num_sms,
+        problem, heads, kv_pairs * parts, tiles_of_head, running,
         of_block=last_tiles,
     )  # fmt: skip
+    sum_tiles = q_tiles // kv_pairs * blocks if owned else q_tiles
+    sums = sum_tiles * tile.block_q * d * (1 + integers)
+    with_parts = k_tiles if parts > 1 else k_tiles % device.num_sms
+    if has_parts:  # of dk and dv
+        sums += with_parts * tile.block_k * (d + dv)
     bytes_of_rows = q_tiles * _rows_bytes(problem, tile)
     if integers:
         bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
     is_masked = problem.causal or bool(acts(problem) & {"tiles", "pairs"})
-    blocks = min(kv_pairs if owned else k_tiles, device.num_sms)
     if owned:
         finish = _recompute_launches(problem, device, tile, (d, dv))
     else:
@@ -707,8 +885,6 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 integers=integers,
             ),
         )
-    # Of all heads, or of one a block.
-    sum_tiles = q_tiles // kv_pairs * blocks if owned else q_tiles
     return Plan(
         problem,
         "sm90",
@@ -728,9 +904,9 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             *buffers_of_options(problem, tile, k_tiles_of_head),
             *lse_rest_buffers(problem),
             Buffer("delta", 16, bytes_of_rows // 16),
-            Buffer("dq_sum", 4, sum_tiles * tile.block_q * d * (1 + integers)),
+            Buffer("dq_sum", 4, sums),
             Buffer("tile_counter", 4, 1),
-            Buffer("recompute_flags", 4, k_tiles),
+            Buffer("recompute_flags", 4, k_tiles * (1 + part_semaphores)),
             Buffer("dq_semaphores", 4, q_tiles * semaphores),
         ),
     )

@@ -111,6 +111,8 @@ def _main(
         ("INTEGER_DQ", False),
         ("OWNED_DQ", False),
         ("HEADS_INNERMOST", heads_innermost(problem)),
+        ("GROUP_PARTS", 1),
+        ("TAIL_PARTS", 1),
         ("STAGES", tile.num_stages),
         ("Q_STAGES", q_stages),
         ("SCORE_BENDS", score_bends(problem)),

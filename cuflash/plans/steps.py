@@ -246,6 +246,11 @@ def window_of(problem: Problem) -> float:
     return left + right + 1
 
 
+def has_left_bound(problem: Problem) -> bool:
+    """Whether the window hides keys that are far before a query."""
+    return problem.window[0] is not None
+
+
 # The most keys of which tensor cores sum weights times values of one sign
 # without losing more than half of float16's unit roundoff, 2^-11: n keys lose
 # n / 10 * 2^-24 (docs/guide/accuracy.md). More are summed in two levels.
@@ -303,14 +308,18 @@ def delta_launch(
     Before a double backward it computes delta_dot too.
     """
     again = problem.direction == "double_backward"
-    by_element = again or problem.dtype in ("float32", "float64")
-    chunks = ceil_div(problem.head_dim_v, 1 if by_element else 8)
+    size = element_bytes(problem)
+    aligned = size == 2 or FAMILIES[family].loads == "vectors"
+    vector = 16 // size if aligned and not again else 1
+    chunks = ceil_div(problem.head_dim_v, vector)
     lanes = min(1 << (chunks - 1).bit_length(), 32)
+    own: tuple[Constant, ...] = () if again else (("VECTOR", vector),)
     kernel = row_kernel(
         f"prepare/{'double_' * again}delta.cu",
         f"{problem.direction}_delta",
         ("Element", element(problem)),
         ("LANES", lanes),
+        *own,
         ("BLOCK_Q", block_q),
         ("DQ_COLUMNS", dq_columns),
         ("ADDS_TO_DQ", FAMILIES[family].adds_to_dq),

@@ -69,10 +69,11 @@ class Tile:
         )
 
 
-def candidates(family: str, direction: str) -> Iterator[Tile]:
+@functools.cache
+def candidates(family: str, direction: str) -> tuple[Tile, ...]:
     """Every tile that a family's kernel supports, large ones first."""
     listed = _CANDIDATES.get((family, direction))
-    return iter(()) if listed is None else listed()
+    return () if listed is None else tuple(listed())
 
 
 def _sm90_forward() -> Iterator[Tile]:

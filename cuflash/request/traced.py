@@ -145,9 +145,10 @@ def recorded(options: Mapping[str, Any]) -> Recorded:
     wanted = [x for x in ("return_dmod", "return_d2mod") if options.get(x)]
     if not functions:
         if values or arrays or wanted:
+            given_alone = "mod_arrays" if values or arrays else wanted[0]
             raise ValueRangeError(
-                "mod_arrays is given without score_mod and mask_mod, expected"
-                " one of them: no other option reads it"
+                f"{given_alone} is given without score_mod and mask_mod,"
+                " expected one of them: no other option reads it"
             )
         return Recorded()
     given, unread, values_of = _given(*_kinds_of(options))

@@ -179,6 +179,7 @@ def attend(
     own: Functions | None = None,
     program: Any = None,
     by_heads: bool = False,
+    return_max_score: bool = False,
 ) -> Any:
     """`attention`, whose options are taken apart.
 
@@ -195,6 +196,9 @@ def attend(
         The same, as an operator takes them, in code that is compiled.
     by_heads : bool, optional
         Whether q, k, v and out are (batch, heads, seqlen, head_dim).
+    return_max_score : bool, optional
+        Whether the largest scores are returned too, last: no gradient reaches
+        them.
     """
     if torch.are_deterministic_algorithms_enabled():
         bias = given.get("bias") if given else None
@@ -216,12 +220,17 @@ def attend(
         transformed = torch._C._are_functorch_transforms_active() or (
             forward_ad._current_level >= 0 and have_tangents(inputs)
         )
+    if return_max_score and transformed:
+        raise UnsupportedError(
+            "return_aux asks for max_scores in forward mode or inside a"
+            " transform of torch.func, expected lse alone there"
+        )
     if to_cast:
         q, k, v, given = autocast.cast(q, k, v, given)
     traced = compiling or (not transformed and is_seen(q, k, v))
     if by_heads and (traced or transformed):
-        others = numbers, deterministic, given, arrays, own, program
-        return _by_views(q, k, v, return_lse, *others)
+        others = numbers, deterministic, given, arrays, own, program, False
+        return _by_views(q, k, v, return_lse, *others, return_max_score)
     with_grad = False
     if (given or not compiling) and not transformed:
         with_grad = torch.is_grad_enabled() and needs_grad(q, k, v, given, own)
@@ -230,15 +239,17 @@ def attend(
             program = own.as_program()
         named = dict(zip(_NUMBERS, numbers, strict=True))
         return by_operator(
-            q, k, v, return_lse, given, program,
+            q, k, v, return_lse, given, program, return_max_score,
             deterministic=deterministic, **named,
         )  # fmt: skip
     if given and given.get("dropout") and "seed" not in given:
         given["seed"] = _seed_of(transformed)
-    request = request_of(numbers, deterministic, given, own, by_heads)
+    request = request_of(
+        numbers, deterministic, given, own, by_heads, return_max_score
+    )
     if not (transformed or with_grad):
         found = request.forward(q, k, v, return_lse)
-        return found if return_lse else found[0]
+        return found if return_lse or return_max_score else found[0]
     wanted = checks.flag("return_lse", return_lse)
     if transformed:
         return transforms.attention(request, wanted, q, k, v)
@@ -254,7 +265,7 @@ def _by_views(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *others
     )
     if isinstance(found, tuple):
-        return found[0].transpose(1, 2), found[1]
+        return found[0].transpose(1, 2), *found[1:]
     return found.transpose(1, 2)
 
 

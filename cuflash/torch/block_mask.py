@@ -22,6 +22,8 @@ from cuflash.errors import DTypeError, ShapeError, UnsupportedError, in_words
 from . import block_slices, functions
 from .compiled_functions import Blocks, visible_in
 from .dtypes import to_numpy
+from .function_keys import key_of
+from .listed_blocks import key_if_implied
 
 _Mask = Callable[..., Any]
 
@@ -288,10 +290,16 @@ class _Theirs:
 
     def __init__(self, block_mask: Any) -> None:
         self._parts = _parts_of(vars(block_mask))
-        tensors = [x for x in self._parts if isinstance(x, torch.Tensor)]
-        self._versions = [(x, functions.version_of(x)) for x in tensors]
+        self._tensors = [x for x in self._parts if isinstance(x, torch.Tensor)]
+        self._versions = _versions_of(self._tensors)
         self.shape = tuple(block_mask.shape)
-        self.snapshot = functions.Snapshot(_with_table(block_mask))
+        blocks, self._mask_mod = _blocks(block_mask), block_mask.mask_mod
+        self._serial: int | None = None
+        if self._versions is not None:  # else this is made in each call
+            self._serial = key_if_implied(blocks, block_mask.seq_lengths)
+        is_implied = self._serial is not None
+        visible = self._mask_mod if is_implied else _with_table(blocks)
+        self.snapshot = functions.Snapshot(visible)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A copy of a block mask has none."""
@@ -302,10 +310,19 @@ class _Theirs:
         parts = _parts_of(vars(block_mask))
         if not all(map(operator.is_, parts, self._parts)):
             return False
-        for tensor, version in self._versions:
-            if version is None or functions.version_of(tensor) != version:
+        if self._serial is not None:
+            if key_of(self._mask_mod).serial != self._serial:
                 return False
-        return True
+        versions = self._versions
+        return versions is not None and _versions_of(self._tensors) == versions
+
+
+def _versions_of(tensors: list[torch.Tensor]) -> list[Any] | None:
+    """What changes with their content; None: that is not known of one."""
+    try:
+        return [(x._version, x.data_ptr()) for x in tensors]
+    except RuntimeError:  # as in `functions.version_of`
+        return None
 
 
 # The attribute of a BlockMask of PyTorch's that holds its `_Theirs`, which may
@@ -385,9 +402,9 @@ def _blocks(block_mask: Any) -> Blocks:
     return Blocks(block_mask.mask_mod, _table(block_mask), size)
 
 
-def _with_table(block_mask: Any) -> _Mask:
+def _with_table(blocks: Blocks) -> _Mask:
     """The mask of a BlockMask: its mask_mod where a block is listed so."""
-    mask_mod, table, size = _blocks(block_mask)
+    mask_mod, table, size = blocks
 
     def visible(*indices: Any) -> Any:
         return visible_in(table, mask_mod, size, indices)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cuflash.errors import ShapeError, UnsupportedError, ValueRangeError
+from cuflash.errors import ShapeError, ValueRangeError
 
 from . import compiled_functions, functions
 from .attention import attend
@@ -56,7 +56,8 @@ def flex_attention(
     kernel_options : optional
         Ignored: tiles are chosen by tables of this package.
     return_aux : AuxRequest, optional
-        Of torch: ``AuxRequest(lse=True)`` asks for an ``AuxOutput`` with lse.
+        Of torch: ``AuxRequest(lse=True, max_scores=True)`` asks for an
+        ``AuxOutput`` with lse and the largest scores.
 
     Returns
     -------
@@ -64,8 +65,12 @@ def flex_attention(
         With the strides of a transposed (batch, seqlen_q, num_heads_q,
         head_dim_v).
     lse : Tensor, (batch, num_heads_q, seqlen_q)
-        Only with `return_lse`; natural logarithms. An AuxOutput with
-        `return_aux`.
+        Only with `return_lse`; natural logarithms.
+    aux : AuxOutput
+        Only with `return_aux`: `lse` and `max_scores`, what was not asked for
+        None. `max_scores` is the largest visible score of each query, after
+        `score_mod`, in the dtype of lse: -inf for a query without keys. No
+        gradient reaches it.
 
     Raises
     ------
@@ -77,7 +82,8 @@ def flex_attention(
     ValueRangeError
         If a function reads a tensor on another device.
     UnsupportedError
-        For ``AuxRequest(max_scores=True)``.
+        For ``AuxRequest(max_scores=True)`` in forward mode or inside a
+        transform of torch.func.
     CuflashError
         In the other cases in which `attention` raises.
 
@@ -123,19 +129,22 @@ def flex_attention(
             program = compiled_functions.taken(options, {}, query)
         else:
             own = functions.taken(options, {}, query)
-    wants_lse = return_lse
+    wants_lse, wants_max = return_lse, False
     if return_aux is not None:
-        wants_lse = _wants_lse(return_aux, return_lse)
+        wants_lse, wants_max = _wanted(return_aux, return_lse)
     numbers = scale, False, None, None, None, None
     results = attend(
         query, key, value, wants_lse, numbers, own=own, program=program,
-        by_heads=True,
+        by_heads=True, return_max_score=wants_max,
     )  # fmt: skip
     if return_aux is None:
         return results
-    out, lse = results if wants_lse else (results, None)
-    made = sys.modules[type(return_aux).__module__]
-    return out, made.AuxOutput(lse=lse)
+    made = _made_for(return_aux)
+    if not wants_max:  # older ones have no such field
+        out, lse = results if wants_lse else (results, None)
+        return out, made(lse=lse)
+    out, *lse, largest = results
+    return out, made(lse[0] if lse else None, largest)
 
 
 def _wrong_axes(*tensors: torch.Tensor) -> ShapeError:
@@ -176,14 +185,20 @@ def _options(
     return found
 
 
-def _wants_lse(return_aux: Any, return_lse: bool) -> bool:
+def _made_for(return_aux: Any) -> Any:
+    """The class of what a call returns for such an argument."""
+    if torch.compiler.is_compiling():  # which must not go through all modules
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return AuxOutput
+    return sys.modules[type(return_aux).__module__].AuxOutput
+
+
+def _wanted(return_aux: Any, return_lse: bool) -> tuple[bool, bool]:
+    """Whether lse and the largest scores are."""
     if return_lse:
         raise ValueRangeError(
             "return_lse and return_aux are both given, expected one of them"
         )
-    if getattr(return_aux, "max_scores", False):
-        raise UnsupportedError(
-            "return_aux asks for max_scores, expected lse alone: write"
-            " cuflash.forward(..., return_max_score=True)"
-        )
-    return bool(return_aux.lse)
+    largest = getattr(return_aux, "max_scores", False)
+    return bool(return_aux.lse), bool(largest)

@@ -1,12 +1,14 @@
 """The operators of calls with score_mod or mask_mod, and their gradients.
 
-Beside tensors they take the functions' graphs as text (`serial`): a compiled
-program keeps all of it.
+One returns the largest scores too, also of calls without functions. Beside
+tensors they take the functions' graphs as text (`serial`): a compiled program
+keeps all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +25,12 @@ from .request import Request
 
 FUNCTIONS = "Tensor[] read, Scalar[] values, str graphs"
 _NAME, _BACKWARD = "function_attention", "function_attention_backward"
+_MAX = "function_attention_max"
 
+_INPUTS = f"Tensor q, Tensor k, Tensor v, {FUNCTIONS}, {SCHEMA}"
+LIBRARY.define(f"{_NAME}({_INPUTS}) -> (Tensor out, Tensor lse)")
 LIBRARY.define(
-    f"{_NAME}(Tensor q, Tensor k, Tensor v, {FUNCTIONS}, {SCHEMA}) -> "
-    "(Tensor out, Tensor lse)"
+    f"{_MAX}({_INPUTS}) -> (Tensor out, Tensor lse, Tensor max_score)"
 )
 # `of_read`: whose gradients are wanted, by their places.
 LIBRARY.define(
@@ -38,18 +42,19 @@ LIBRARY.define(
 
 
 def _request(
-    read: Any, values: Any, graphs: str, tensors: Any, numbers: dict[str, Any]
-) -> Request:
+    read: Any, values: Any, graphs: str, tensors: Any, numbers: dict[str, Any],
+    return_max_score: bool = False,
+) -> Request:  # fmt: skip
     """The request of an operator's arguments after q, k and v or lse."""
     own = Functions.of_program(read, values, graphs)
-    return ops.request(tensors, numbers, own)
+    return ops.request(tensors, numbers, own, return_max_score)
 
 
 def _run(
-    q: Any, k: Any, v: Any, read: Any, values: Any, graphs: str,
+    name: str, q: Any, k: Any, v: Any, read: Any, values: Any, graphs: str,
     *tensors: Any, **numbers: Any,
 ) -> Any:  # fmt: skip
-    asked = _request(read, values, graphs, tensors, numbers)
+    asked = _request(read, values, graphs, tensors, numbers, name == _MAX)
     return asked.forward(q, k, v, True)
 
 
@@ -71,8 +76,9 @@ def _run_backward(*tensors: Any, of_read: Any = (), **numbers: Any) -> Any:
     )  # fmt: skip
 
 
-def _fake(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
-    return fake_forward(q, v)
+def _fake(name: str, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+    out, lse = fake_forward(q, v)
+    return (out, lse, lse.new_empty(lse.shape)) if name == _MAX else (out, lse)
 
 
 def _fake_backward(*tensors: Any, of_read: Any = (), **numbers: Any) -> Any:
@@ -93,11 +99,15 @@ def _fake_backward(*tensors: Any, of_read: Any = (), **numbers: Any) -> Any:
 
 
 class _Traced(torch.autograd.Function):
-    """out and lse, and their gradients by the other operator."""
+    """out and lse, and their gradients by the other operator.
+
+    And max_score, of the operator that has it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
+        name: str,
         values: Any,
         graphs: str,
         numbers: Any,
@@ -106,19 +116,20 @@ class _Traced(torch.autograd.Function):
     ) -> Any:
         q, k, v, *others = each
         read, tensors = others[:count], others[count:]
-        out, lse = _below(_NAME, q, k, v, read, values, graphs, *tensors,
-                          **numbers)  # fmt: skip
+        out, lse, *more = _below(name, q, k, v, read, values, graphs, *tensors,
+                                 **numbers)  # fmt: skip
+        ctx.mark_non_differentiable(*more)
         ctx.save_for_backward(q, k, v, out, lse, *others)
         ctx.set_materialize_grads(False)
         ctx.asked = values, graphs, dict(numbers), count
-        return out, lse
+        return out, lse, *more
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+    def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
         values, graphs, numbers, count = ctx.asked
         q, k, v, out, lse, *others = ctx.saved_tensors
         numbers.pop("num_splits", None)
-        needs = ctx.needs_input_grad[7:]
+        needs = ctx.needs_input_grad[8:]
         of_options = dict(
             zip(options.DIFFERENTIABLE, needs[count:], strict=False)
         )
@@ -135,7 +146,7 @@ class _Traced(torch.autograd.Function):
         ]
         rest = [None] * len(needs)
         grads = [*map(by_place.get, range(count)), *of_tensors, *rest]
-        return (None,) * 4 + (*found[:3], *grads[: len(needs)])
+        return (None,) * 5 + (*found[:3], *grads[: len(needs)])
 
 
 class _Once(torch.autograd.Function):
@@ -175,21 +186,24 @@ def _below(name: str, *args: Any, **numbers: Any) -> Any:
 
 
 def _autograd(
-    q: Any, k: Any, v: Any, read: Any, values: Any, graphs: str,
+    name: str, q: Any, k: Any, v: Any, read: Any, values: Any, graphs: str,
     *tensors: Any, **numbers: Any,
 ) -> Any:  # fmt: skip
     each = (q, k, v, *read, *tensors)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*each):
-        return _Traced.apply(values, graphs, numbers, len(read), *each)
-    return _below(_NAME, q, k, v, read, values, graphs, *tensors, **numbers)
+        return _Traced.apply(name, values, graphs, numbers, len(read), *each)
+    return _below(name, q, k, v, read, values, graphs, *tensors, **numbers)
 
 
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    _NAME: (_run, _fake), _BACKWARD: (_run_backward, _fake_backward),
-}  # fmt: skip
+    _NAME: (partial(_run, _NAME), partial(_fake, _NAME)),
+    _MAX: (partial(_run, _MAX), partial(_fake, _MAX)),
+    _BACKWARD: (_run_backward, _fake_backward),
+}
 for _name, (_kernel, _fake_kernel) in _KERNELS.items():
     for _device in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _device)
     torch.library.register_fake(f"cuflash::{_name}", _fake_kernel, lib=LIBRARY)
-LIBRARY.impl(_NAME, _autograd, "Autograd")
+for _name in (_NAME, _MAX):
+    LIBRARY.impl(_name, partial(_autograd, _name), "Autograd")
 LIBRARY.impl(_BACKWARD, _autograd_of_gradients, "Autograd")

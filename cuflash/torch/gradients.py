@@ -18,7 +18,7 @@ _is_transformed = torch._C._are_functorch_transforms_active
 
 
 class Attention(torch.autograd.Function):
-    """out, and lse if wanted, of a request."""
+    """out, and lse if wanted, of a request; max_score if it says so."""
 
     # Function.apply first unwraps what transforms of torch.func leave, which
     # go by `transforms`; its base does the rest in half of the time.
@@ -34,15 +34,18 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         *differentiable: torch.Tensor | None,
     ) -> Any:
-        out, lse = request.forward(q, k, v, True)
+        out, lse, *more = request.forward(q, k, v, True)
         ctx.save_for_backward(q, k, v, out, lse, *request.tensors.values())
         ctx.set_materialize_grads(False)
         ctx.request, ctx.names = request, tuple(request.tensors)
         request.tensors = {}  # saved above, where hooks can move them
+        if more:
+            ctx.mark_non_differentiable(*more)
+            return (out, lse, *more) if return_lse else (out, *more)
         return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+    def backward(ctx: Any, dout: Any, dlse: Any = None, _: Any = None) -> Any:
         if dout is dlse is None:  # second gradients go by way of q, k and v
             return (None,) * len(ctx.needs_input_grad)
         # The gradients have derivatives, or are mapped.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cuflash.expressions.serial import dumps
 from cuflash.request import options
 
 from . import random
@@ -78,6 +79,7 @@ LIBRARY.define(
     "(Tensor dq, Tensor dk, Tensor dv)"
 )
 OPERATORS = torch.ops.cuflash
+_NO_FUNCTIONS: tuple[Any, ...] = ([], [], dumps(()))
 
 
 def attention(
@@ -87,13 +89,14 @@ def attention(
     return_lse: bool,
     given: dict[str, Any] | None,
     functions: tuple[Any, ...] | None = None,
+    return_max_score: bool = False,
     **numbers: Any,
 ) -> Any:
     """Call the operator; `given` are the options of `attention`.
 
     `functions` are the arrays, the numbers and the graphs of a user's.
     """
-    if functions is None and not given and (
+    if functions is None and not (given or return_max_score) and (
         numbers["block_q"] is numbers["block_k"] is numbers["precision"]
         is numbers["num_splits"] is None
     ):  # fmt: skip
@@ -112,6 +115,11 @@ def attention(
             numbers[name] = value
     if numbers.get("dropout") and "seed" not in numbers:
         tensors["seed_drawn"] = OPERATORS.dropout_seed(q)
+    if return_max_score:
+        out, lse, largest = OPERATORS.function_attention_max(
+            q, k, v, *(functions or _NO_FUNCTIONS), **tensors, **numbers
+        )
+        return (out, lse, largest) if return_lse else (out, largest)
     if functions is not None:
         out, lse = OPERATORS.function_attention(
             q, k, v, *functions, **tensors, **numbers
@@ -128,6 +136,7 @@ def request(
     tensors: tuple[Any, ...],
     numbers: dict[str, Any],
     functions: Functions | None = None,
+    return_max_score: bool = False,
 ) -> Request:
     """The request of an operator's arguments after q, k and v or lse."""
     # Trailing arguments may be missing, or given by name.
@@ -154,6 +163,7 @@ def request(
         numbers.get("deterministic", False),
         given,
         functions,
+        return_max_score=return_max_score,
     )
 
 

@@ -97,14 +97,17 @@ def request_of(
     given: dict[str, Any] | None,
     functions: Functions | None,
     by_heads: bool,
+    return_max_score: bool,
 ) -> Request:
     """The request of a call, shared if it has no options.
 
     `numbers` are the arguments from scale to num_splits.
     """
-    if not given and functions is None:
+    if not given and functions is None and not return_max_score:
         try:
             return plain_request(*numbers, deterministic, by_heads)
         except TypeError:  # one is unhashable: the call says which
             pass
-    return Request(*numbers, deterministic, given, functions, by_heads)
+    return Request(
+        *numbers, deterministic, given, functions, by_heads, return_max_score
+    )

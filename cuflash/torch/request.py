@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,8 @@ class Request:
     by_heads : bool
         Whether q, k, v, out and their gradients are (batch, heads, seqlen,
         head_dim): in `forward` and `backward` alone.
+    return_max_score : bool
+        Whether `forward` returns the largest scores, too, last.
 
     Attributes
     ----------
@@ -63,6 +66,7 @@ class Request:
     __slots__ = (
         "common", "num_splits", "deterministic", "scalars", "tensors", "seed",
         "moved", "has_functions", "of_batch", "numbers", "kept", "by_heads",
+        "return_max_score",
     )  # fmt: skip
 
     def __init__(
@@ -77,8 +81,10 @@ class Request:
         given: dict[str, Any] | None = None,
         functions: Functions | None = None,
         by_heads: bool = False,
+        return_max_score: bool = False,
     ) -> None:
         self.by_heads = by_heads
+        self.return_max_score = return_max_score
         self.common = (
             "scale", scale, "causal", causal, "block_q", block_q,
             "block_k", block_k, "precision", precision,
@@ -129,18 +135,21 @@ class Request:
         return_lse: Any,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> Results:
-        """Out and, if wanted, lse.
+        """Out and, if wanted, lse; and max_score.
 
         `tensors` are the options' tensors, by default those given.
         """
         backend: Any = backend_of(q)
         if tensors is None:
             tensors = self.tensors
-        own = (
+        own: tuple[Any, ...] = (
             *self.common, "num_splits", self.num_splits,
             "return_lse", return_lse,
         )  # fmt: skip
+        if self.return_max_score:
+            own = *own, "return_max_score", True
         given = {"q": q, "k": k, "v": v}
+        more: Sequence[torch.Tensor] = ()
         if backend is None:
             found = self.on_cpu(api_attention.forward, given, tensors, own)
             return self._exchanged(found, 1)
@@ -152,11 +161,12 @@ class Request:
             out, lse = launched.run((q, k, v), backend)
         else:
             call = self.call_of(signature, given, tensors)
-            out, lse = execute.forward(call, backend)
+            out, lse, *more = execute.forward(call, backend)
         rank = signature.rank
         if rank != 4:
             out, lse = strip(out, rank), strip_lse(lse, rank)
-        return (out, lse) if return_lse else (out,)
+            more = [strip_lse(x, rank) for x in more]
+        return (out, lse, *more) if return_lse else (out, *more)
 
     def backward(
         self,

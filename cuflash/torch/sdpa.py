@@ -97,27 +97,29 @@ def scaled_dot_product_attention(
     >>> torch.allclose(ours, theirs, atol=1e-6)
     True
     """
-    given = {"query": query, "key": key, "value": value}
     at_end = False
     # By name: to import its module takes as long as a compiler's.
     if type(attn_mask).__name__ == "CausalBias":
         at_end = _is_at_end(attn_mask, query, key, is_causal)
         attn_mask, is_causal = None, True
+    given = {"query": query, "key": key, "value": value}
     if attn_mask is not None:
         given["attn_mask"] = attn_mask
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         check_tensors(given)
+    numbers = dropout_p, is_causal, at_end, scale, enable_gqa
+    if not (
+        (compiling or torch._C._is_any_autocast_enabled())
+        and torch.is_autocast_enabled(query.device.type)
+    ):
+        return _attention(query, key, value, attn_mask, *numbers)
     device = query.device.type
-    others: dict[str, Any] = {
-        "dropout_p": dropout_p, "is_causal": is_causal, "at_end": at_end,
-        "scale": scale, "enable_gqa": enable_gqa,
-    }  # fmt: skip
-    if not torch.is_autocast_enabled(device):
-        return _attention(**given, **others)
     dtype = torch.get_autocast_dtype(device)
     given = {name: _cast(name, x, dtype) for name, x in given.items()}
+    query, key, value = (given[x] for x in ("query", "key", "value"))
     with torch.autocast(device, enabled=False):
-        return _attention(**given, **others)
+        return _attention(query, key, value, given.get("attn_mask"), *numbers)
 
 
 def _is_at_end(
@@ -149,8 +151,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *,
+    attn_mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
     at_end: bool,
@@ -158,27 +159,31 @@ def _attention(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """The function without autocast; `at_end` is causal's alignment."""
-    _check(query, key, value, attn_mask, is_causal)
+    alike = _are_alike(query, key, value)
+    if attn_mask is not None or not alike:
+        _check(query, key, value, attn_mask, is_causal)
     options: dict[str, Any] = {}
     causal = False
     drops_all = dropout_p == 1  # `attention` takes less
     if dropout_p and not drops_all:
         options["dropout"] = checks.dropout("dropout_p", dropout_p)
-    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     if is_causal:
+        seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
         if at_end or seqlen_q <= seqlen_k:
             causal = True
         else:
             options["window"] = (None, seqlen_q - seqlen_k)
         if not at_end and seqlen_q < seqlen_k:  # no query sees later keys
             key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
-    query, key, value = _with_equal_axes(query, key, value, enable_gqa)
-    lead, rank = query.shape[:-3], query.ndim
+    if not alike:
+        query, key, value = _with_equal_axes(query, key, value, enable_gqa)
+    rank = query.ndim
     arrays: dict[str, torch.Tensor] = {}
     if attn_mask is not None:
         name = "mask" if attn_mask.dtype is torch.bool else "bias"
         arrays[name] = _readable(attn_mask, query, key)
     if rank > 4:
+        lead = query.shape[:-3]
         query, key, value = (
             x.flatten(0, rank - 4) for x in (query, key, value)
         )
@@ -193,6 +198,26 @@ def _attention(
     if rank == 3:
         out = out.transpose(0, 1)
     return out.unflatten(0, lead) if rank > 4 else out
+
+
+def _are_alike(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> bool:
+    """Whether they have four axes each, and sizes and dtypes that fit.
+
+    Most do: then neither `_check` nor `_with_equal_axes` has a thing to do.
+    """
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    if not query.dtype is key.dtype is value.dtype:
+        return False
+    batch, heads, _, head_dim = query.shape
+    batch_k, heads_k, seqlen_k, head_dim_k = key.shape
+    batch_v, heads_v, seqlen_v, _ = value.shape
+    return (
+        batch == batch_k == batch_v and heads == heads_k == heads_v
+        and seqlen_k == seqlen_v and head_dim == head_dim_k
+    )  # fmt: skip
 
 
 def _check(

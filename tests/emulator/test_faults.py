@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuflash.backends.emulator import runtime
 from cuflash.backends.emulator.machine import BoxesOf
 from cuflash.errors import KernelFault
 from helpers.host_compiler import needs_compiler
@@ -118,6 +119,7 @@ class Case:
     blocks: int = 1
     shared_bytes: int = 256
     resident: int = 0
+    cluster: int = 1
 
     def launch(self, broken, **options):
         """Run the kernel; return whether the result is right."""
@@ -125,7 +127,7 @@ class Case:
         run(
             f"broken/{self.name}",
             arguments,
-            constants={"BROKEN": broken},
+            constants={"BROKEN": broken, "CLUSTER_BLOCKS": self.cluster},
             threads=self.threads,
             blocks=self.blocks,
             shared_bytes=self.shared_bytes,
@@ -247,7 +249,7 @@ FAULTS = [
     Case("atomic_past_the_end", "byte 256 of out, which has 256"),
     Case(
         "struct_past_the_end",
-        "byte 24[0-9] of x, which has 240",
+        "24 bytes at byte 224 of x, which has 240",
         some(60),
         threads=10,
     ),
@@ -304,6 +306,14 @@ FAULTS_ON_HOPPER = [
     Case("mbarrier_not_fenced", "was not fenced", **LOAD),
     Case("mbarrier_no_barrier", "no mbarrier|without a barrier", **LOAD),
     Case("pipeline_stage_never_filled", STUCK, shared_bytes=272),
+    Case(
+        "cluster_source_overwritten",
+        "may still read",
+        threads=32,
+        blocks=2,
+        cluster=2,
+        shared_bytes=320,
+    ),
     Case("tma_store_no_proxy_fence", UNFENCED, **STORE),
     Case("tma_store_no_syncthreads", RACE, **STORE),
     Case("tma_store_not_committed", "the thread ends while", **STORE),
@@ -516,6 +526,13 @@ def test_a_message_names_missing_bytes_of_an_mbarrier():
         "mbarrier at byte 1024: phase 0 lacks 0 of 1 arrival; 512 bytes are"
         " expected, 1024 are in flight\n"
     ) in said
+
+
+def test_a_program_without_lines_gets_them_for_a_message(monkeypatch):
+    """Compiled with lines, each address is what it was."""
+    said = message("pipeline_stage_never_filled")
+    monkeypatch.setattr(runtime, "is_own", lambda kernel: True)
+    assert message("pipeline_stage_never_filled") == said
 
 
 @pytest.mark.parametrize(

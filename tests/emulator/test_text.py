@@ -11,7 +11,7 @@ PTX = source.KERNELS / "common/ptx.cuh"
 OWN = re.compile(r"^namespace emulator \{.*?^\}  // namespace", re.M | re.S)
 FUNCTION = re.compile(
     r"(?P<template>template <[^>]*>\s+)?"
-    r"(?:__device__ __forceinline__|EMULATOR_CALLED|inline)\s+"
+    r"(?:__device__ __forceinline__|EMULATOR_(?:CALLED|INLINED)|inline)\s+"
     r"(?P<result>\w+) (?P<name>\w+)(?P<special><\w+>)?"
     r"\((?P<parameters>(?:[^()]|\([^()]*\))*)\)\s*\{"
 )

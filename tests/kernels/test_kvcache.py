@@ -8,6 +8,7 @@ import pytest
 import cuflash
 import strategies
 from cuflash.errors import UnsupportedError
+from cuflash.plans import decode
 from helpers import kvcache_calls as kv
 from helpers.apart import Apart
 from helpers.backends import BACKENDS, EMULATED
@@ -219,6 +220,13 @@ def test_each_array_has_strides_of_its_own(backend, dtype, places):
 def test_caches_are_not_copied(backend, layout):
     with pytest.raises(UnsupportedError, match="^k_cache has strides"):
         kv.check(backend, replace(CASE, layout=layout))
+
+
+@pytest.mark.parametrize("backend", [EMULATED])
+def test_places_of_balanced_parts_in_64_bits(backend, monkeypatch):
+    """As of calls with too many tiles for 32; elsewhere these have 32."""
+    monkeypatch.setattr(decode, "_MOST_PLACES", 0)
+    kv.check(backend, replace(CASE, seed=2, before=(2, 100, 0, 300)))
 
 
 @on_backends

@@ -33,7 +33,7 @@ CALLS = [
     ("forward", "bfloat16", "sm90", 128),
     ("backward", "bfloat16", "sm90", 64),
     ("backward", "bfloat16", "sm90", 128),
-    ("backward", "bfloat16", "sm90", 256),  # sm90/backward_wide.cu
+    ("backward", "bfloat16", "sm90", 256),  # sm90/backward_cluster.cu
 ]
 
 

@@ -130,18 +130,17 @@ MASKED_TURNS = {
     name: replace(TURNS["wgmma_wide"], seqlen_q=150, **changes)
     for name, changes in {
         "causal": {"causal": True},
-        # Two orders of key tiles: two sections of one head, then the last.
-        "sections": {
-            "causal": True,
-            "num_heads_q": 6,
-            "num_heads_kv": 3,
-            "on": replace(TURNS["wgmma_wide"].on, num_sms=1, l2_bytes=1),
-        },
         # The last query tile does not see the first key tile.
         "window": {"window": (164, 230)},
         "causal_window": {"causal": True, "window": (150, 0)},
     }.items()
 }
+# Two orders of key tiles: two sections of one head, then the last.
+for name in ("mma", "wgmma", "wgmma_wide"):
+    MASKED_TURNS[f"sections_{name}"] = replace(
+        TURNS[name], seqlen_q=150, causal=True, num_heads_q=6, num_heads_kv=3,
+        on=replace(TURNS[name].on, num_sms=1, l2_bytes=1),
+    )  # fmt: skip
 
 
 def cancelling(case):

@@ -236,7 +236,7 @@ def test_parts_have_a_tile_at_least(batch, seqlen_k, num_sms):
     } if splits > 1 else {})  # fmt: skip
 
 
-@given(batch=st.integers(1, 200), num_sms=st.integers(2, 200))
+@given(batch=st.integers(2, 200), num_sms=st.integers(2, 200))
 def test_sequences_of_unknown_lengths_fill_the_gpu(batch, num_sms):
     """With two slots for each block: decode/parts.cuh."""
     cache = KVCache("bfloat16", 64, 100, max_pages=128, lengths=True)
@@ -250,6 +250,27 @@ def test_sequences_of_unknown_lengths_fill_the_gpu(batch, num_sms):
     assert elements == {
         "split_out": rows * 128, "split_lse": rows
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_one_sequence_of_unknown_length_has_the_parts_of_its_capacity(queries):
+    """All its heads have as many keys; but a window needs balanced parts."""
+    cache = KVCache("bfloat16", 64, 100, max_pages=128, lengths=True)
+    known, unknown, window = (
+        replace(
+            CALL, direction="kvcache", batch=1, seqlen_q=queries, kvcache=x,
+            window=y,
+        )
+        for x, y in (
+            (replace(cache, lengths=False), (None, None)),
+            (cache, (None, None)),
+            (cache, (100, None)),
+        )
+    )  # fmt: skip
+    plans = [plan(x, H200) for x in (known, unknown, window)]
+    assert plans[0].num_splits == plans[1].num_splits
+    balanced = [dict(x.kernels[0].constants)["BALANCED"] for x in plans]
+    assert balanced == [False, False, True]
 
 
 @pytest.mark.parametrize(("seqlen_k", "blocks"), [(1024, 64), (8192, 128)])

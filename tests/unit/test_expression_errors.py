@@ -462,6 +462,12 @@ def test_arrays_without_a_function():
         cuflash.forward(Q, Q, Q, mod_arrays={"t": TABLE})
 
 
+def test_gradients_without_a_function():
+    out, lse = cuflash.forward(Q, Q, Q, return_lse=True)
+    with pytest.raises(ValueRangeError, match="^return_dmod is given without"):
+        cuflash.backward(Q, Q, Q, Q, out, lse, return_dmod=("t",))
+
+
 # ---- Places ----
 
 

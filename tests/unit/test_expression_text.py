@@ -1,5 +1,9 @@
 """What is written for a score and a mask."""
 
+import re
+
+import numpy as np
+
 from cuflash.expressions import text, trace
 
 
@@ -66,3 +70,17 @@ def test_what_pairs_of_a_distance_share():
     assert not shared_by(
         lambda s, b, h, q, k, *, table: s + table[h, q + k] + table[h, k]
     )
+
+
+def test_quotients_that_choose_an_element_are_exact():
+    """In 16 bits too: 41 / 41 by an inverse is less than 1."""
+    table = trace.ArrayKind("float32", ndim=1, unit=(0,))
+
+    def bucketed(s, b, h, q, k, *, table):
+        bucket = np.floor((q - k) / 41.0).astype(int)
+        late = np.where(k / (q + 1.0) > 0.5, 1.0, 0.0)
+        return s / (1.0 + abs(q - k)) + table[bucket] + late + s / 41.0
+
+    found = re.findall("divide(.*?>)", written(bucketed, (), table=table))
+    kinds = ("_constant<false>", "<false>", "<FAST>", "_constant<FAST>")
+    assert {*kinds} == {*found}

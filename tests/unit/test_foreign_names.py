@@ -77,6 +77,11 @@ def test_cure(call, name, said):
     assert bool(said) == bool(message(call, name))
 
 
+def test_a_readouts_gradient_has_its_own_call():
+    with pytest.raises(TypeError, match=r"argument of cuflash\.weights_back"):
+        cuflash.weights(None, None, None, return_dmod=())
+
+
 def test_options_have_names():
     with pytest.raises(TypeError, match="takes 3 arguments without a name"):
         cuflash.forward(None, None, None, True)

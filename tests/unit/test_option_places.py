@@ -98,9 +98,9 @@ PLACES = {
     ),
     "plans/sm90_jvp": ("the one that it has", "score_mod"),
     "plans/sm90": (
-        "memory, registers",
+        "memory, registers, a softcap as a score",
         "alibi_slopes bias mask mask_mod return_dbias return_dmod score_mod"
-        " segment_ids window",
+        " segment_ids softcap window",
     ),
     # What runs.
     "launch/attention": (
@@ -138,6 +138,7 @@ PLACES = {
     "torch/derivatives": ("linear in it", "dropout"),
     "torch/block_mask": ("theirs", "mask_mod"),
     "torch/block_slices": ("theirs", "mask_mod"),
+    "torch/listed_blocks": ("theirs", "mask_mod"),
     "torch/flex": ("theirs", "mask_mod score_mod"),
     "torch/pair_bias": ("theirs", "bias mask mod_arrays score_mod"),
     "jax/pair_bias": ("theirs", "bias mask"),

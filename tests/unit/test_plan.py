@@ -695,20 +695,29 @@ def test_blocks_may_take_all_tiles_of_packed_sequences(blocks):
     )
 
 
-@pytest.mark.parametrize(("head_dim", "k_tiles"), [(64, 6), (256, 10)])
-@pytest.mark.parametrize("blocks", [1, 7, 132])
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "items", "of_item"),
+    [(64, {}, 6, 1), (256, {"softcap": 2.0}, 10, 1), (256, {}, 6, 2)],
+)
+@pytest.mark.parametrize("blocks", [2, 7, 132])
 def test_key_tiles_are_taken_by_as_many_blocks_as_run_at_once(
-    blocks, head_dim, k_tiles
+    blocks, head_dim, changes, items, of_item
 ):
-    """The tiles of two heads; before them, one block per query tile."""
+    """The tiles of two heads, or clusters' pairs of tiles.
+
+    Before them, one block per query tile; after them, one of each tile.
+    """
     device = replace(device_of_arch("sm_90a"), num_sms=blocks)
     problem = small_problem(
-        "backward", "float16", head_dim, batch=2, seqlen_q=300, seqlen_k=300
-    )
+        "backward", "float16", head_dim, batch=2, seqlen_q=300, seqlen_k=300,
+        **changes,
+    )  # fmt: skip
     decided = plan(problem, device)
     q_tiles = -(-300 // decided.tile.block_q) * 2 * 2
+    k_tiles = -(-300 // decided.tile.block_k) * 2
+    running = of_item * min(blocks // of_item, items)
     assert [x.blocks for x in decided.launches] == [
-        q_tiles, min(blocks, k_tiles), q_tiles + k_tiles,
+        q_tiles, running, q_tiles + k_tiles,
     ]  # fmt: skip
 
 
@@ -855,6 +864,25 @@ def test_the_last_section_has_two_causal_tiles_a_block(
     assert decided.last_section == last
     left = heads - last * decided.heads_per_section
     assert last in {0, EVEN_SECTIONS} or left * tokens // 128 >= 264
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "group", "beside"),
+    [(64, 512, 1, 66), (64, 1024, 1, 33), (64, 1024, 4, 12),
+     (128, 512, 1, 33), (128, 1024, 1, 16), (256, 512, 1, 16)],
+)  # fmt: skip
+def test_heads_beside_each_other_in_order(head_dim, tokens, group, beside):
+    """Two blocks of all SMs' for each query tile of a head, if L2 has room.
+
+    Of fewer heads more key tiles start together, and wait for one another.
+    """
+    problem = small_problem(
+        "backward", "float16", head_dim, head_dim_v=head_dim, batch=16,
+        seqlen_q=tokens, seqlen_k=tokens, num_heads_q=32,
+        num_heads_kv=32 // group, deterministic=True,
+    )  # fmt: skip
+    device = replace(device_of_arch("sm_90a"), num_sms=132, l2_bytes=50 << 20)
+    assert plan(problem, device).heads_per_section == beside
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,13 @@ def test_types_come_first_then_constants_then_the_kernel(folder):
     assert places == sorted(places)
 
 
+def test_a_file_that_changes_is_read_again(folder):
+    path = folder(kernel="int before;\n")
+    assert "int before;" in source.build(kernel(), path)
+    (path / "kernel.cu").write_text("int after;\n")
+    assert "int after;" in source.build(kernel(), path)
+
+
 def test_a_file_is_spliced_once_however_often_it_is_included(folder):
     path = folder(
         kernel='#include "common/types.cuh"\n#include "a.cuh"\n'

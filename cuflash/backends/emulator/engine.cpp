@@ -28,7 +28,7 @@
 #include <vector>
 
 uint3 threadIdx, blockIdx, blockDim, gridDim;
-constexpr int MOST_SHARED_BYTES = 256 << 10;
+constexpr int MOST_SHARED_BYTES = 512 << 10;             // of a cluster
 // Shared memory, far from the program's own data.
 constexpr int NEAR_SHARED_BYTES = 64 << 10;
 extern "C" {
@@ -59,7 +59,7 @@ int main(int count, char** arguments) {
     emulator::read_launch(arguments[1]);
     emulator::catch_signals();
     emulator::random_bits.seed(emulator::launch.seed);
-    blockDim = {static_cast<unsigned>(emulator::launch.threads), 1, 1};
+    blockDim = {static_cast<unsigned>(emulator::launch.block_threads), 1, 1};
     gridDim = {static_cast<unsigned>(emulator::launch.blocks), 1, 1};
     emulator::run_all();
     return 0;

@@ -35,6 +35,17 @@ void meet_and_order(uint32_t mask, Site site);
 // predicate was true.
 bool wait_for_block(const char* operation, bool predicate, Site site);
 
+// The same of all threads of the cluster.
+bool wait_for_all(const char* operation, bool predicate, Site site);
+// Of the calling thread's block. Shared memory has the memory of all blocks, one after another.
+int rank_in_cluster();
+uint32_t first_byte_of_block();
+// A shared address has the block's rank above bit 24, as on an H200. `offset`: from shared_bytes.
+extern int blocks_of_cluster;
+uint32_t address_in_cluster(int64_t offset);
+// What stands at `address`, in the shared memory of another block.
+uint32_t shared_of_rank(uint32_t address, int rank);
+
 // Lets other threads run, other blocks' too: for loops that wait for another value in global
 // memory.
 void give_way(const int* value, Site site);
@@ -74,6 +85,11 @@ void named_barrier(int id, int threads, bool wait, Site site);
 void set_registers(int count, bool more, Site site);
 void fence_async_proxy();
 void load_box(uint32_t target, const void* map, uint32_t barrier, const int (&at)[4], Site site);
+// To the same address in each block of the cluster whose bit is set.
+void load_box_of_blocks(uint32_t target, const void* map, uint32_t barrier, uint32_t blocks,
+                        const int (&at)[4], Site site);
+// From shared memory to another block's.
+void copy_shared(uint32_t target, uint32_t source, uint32_t barrier, int bytes, Site site);
 void store_box(const void* map, uint32_t source, const int (&at)[4], Site site);
 void load_bytes(uint32_t target, const void* source, uint32_t barrier, int bytes, Site site);
 void store_bytes(void* target, uint32_t source, int bytes, Site site);

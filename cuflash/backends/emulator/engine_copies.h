@@ -3,7 +3,32 @@
 
 namespace emulator {
 
+int rank_in_cluster() { return thread->index / launch.block_threads; }
+
+uint32_t first_byte_of_block() {
+    return static_cast<uint32_t>(rank_in_cluster() * launch.block_shared);
+}
+
+constexpr int RANK_BIT = 24;
+
+uint32_t address_in_cluster(int64_t offset) {
+    const int64_t rank = offset / launch.block_shared;
+    return static_cast<uint32_t>(rank << RANK_BIT | offset % launch.block_shared);
+}
+
+uint32_t shared_of_rank(uint32_t address, int rank) {
+    return static_cast<uint32_t>(rank) << RANK_BIT | (address & ((1u << RANK_BIT) - 1));
+}
+
+// Where the byte at a shared address is in shared_bytes.
+uint32_t offset_of(uint32_t address) {
+    if (launch.cluster == 1) return address;
+    return (address >> RANK_BIT) * static_cast<uint32_t>(launch.block_shared)
+         + (address & ((1u << RANK_BIT) - 1));
+}
+
 void* shared_memory(uint32_t address, int bytes, int alignment, Access access, Site site) {
+    address = offset_of(address);
     const auto where = [&] { return here(site); };
     check_alignment(address, alignment, where);
     check_shared(address, bytes, access, where);
@@ -33,6 +58,7 @@ void copy_now(uint32_t target, const void* source, int bytes, int read, Site sit
 
 void copy_later(uint32_t target, const void* source, int bytes, int read, Site site) {
     memset(target_of_copy(target, source, bytes, read, site), 0xFF, static_cast<size_t>(bytes));
+    target = offset_of(target);
     for (uint32_t i = target / GRANULE; i < (target + bytes) / GRANULE; ++i)
         block->granules[i].landing = static_cast<uint16_t>(thread->index + 1);
     thread->copies.push_back({target, static_cast<const unsigned char*>(source), bytes, read});

@@ -55,8 +55,9 @@ void report_trace() {
 }
 
 std::string name_of(const Block& b, int index) {
-    return "block " + std::to_string(b.index) + ", thread " + std::to_string(index) + " (warp "
-         + std::to_string(index / LANES) + ", lane " + std::to_string(index % LANES) + ")";
+    const int own = index % launch.block_threads;
+    return "block " + std::to_string(block_of(b, index)) + ", thread " + std::to_string(own)
+         + " (warp " + std::to_string(own / LANES) + ", lane " + std::to_string(own % LANES) + ")";
 }
 
 [[noreturn]] void fault_at(const std::string& where, const std::string& what) {
@@ -153,7 +154,8 @@ void trace_all() {
     std::string message = "no thread can continue:";
     for (const auto& b : resident) {
         if (b->living == 0) continue;
-        const std::string of_block = "\n    block " + std::to_string(b->index) + ", ";
+        const std::string of_block = (launch.cluster > 1 ? "\n    cluster " : "\n    block ")
+                                   + std::to_string(b->index) + ", ";
         for (const auto& [address, barrier] : b->mbarriers)
             if (!barrier.waiting.empty())
                 message += of_block + "mbarrier at byte " + std::to_string(address) + ": "

@@ -90,10 +90,44 @@ void prepare_stack(Thread& t) {
     t.stack_pointer = frame;
 }
 
-// Switches to the scheduler. The thread continues when it is READY and chosen.
+// The running warp's lanes that the scheduler has chosen and that have not run yet, in the order
+// of positions 0 to 31. A lane that leaves switches to the next one itself, as most switches are
+// between the lanes of a warp.
+struct ChosenLanes {
+    int warp = 0, first = 0, step = 1, position = LANES;
+    uint32_t lanes = 0;
+};
+ChosenLanes chosen;
+
+// The stack of the next one, which becomes the running thread; null if there is none.
+void* enter_next_lane() {
+    while (chosen.position < LANES) {
+        const int lane = (chosen.first + chosen.position++ * chosen.step) % LANES;
+        if ((chosen.lanes >> lane & 1) == 0) continue;
+        const int index = chosen.warp * LANES + lane;
+        thread = &block->threads[index];
+        block->warps[chosen.warp].ready &= ~(1u << lane);
+        --block->ready;
+        threadIdx = {static_cast<unsigned>(index % launch.block_threads), 0, 0};
+        blockIdx = {static_cast<unsigned>(block_of(*block, index)), 0, 0};
+        return thread->stack_pointer;
+    }
+    thread = nullptr;
+    return nullptr;
+}
+
+[[noreturn]] void report_overflow() {
+    fprintf(stderr, "block %d, thread %d: a stack overflow\n", block->index, thread->index);
+    exit(70);
+}
+
+// Switches to the next lane, or to the scheduler. The thread continues when it is READY and chosen.
 void leave() {
     in_engine = true;
-    emulator_switch(&thread->stack_pointer, scheduler_stack);
+    Thread& leaving = *thread;
+    if (__builtin_frame_address(0) < leaving.stack) report_overflow();
+    void* next = enter_next_lane();
+    emulator_switch(&leaving.stack_pointer, next == nullptr ? scheduler_stack : next);
     while (reporting) report_trace();
     in_engine = false;
 }

@@ -31,6 +31,7 @@ void acquire_epochs(const std::vector<uint32_t>& published, int warp) {
 
 // ---- mbarriers ----
 
+// `address`: an offset in shared_bytes, here and below; threads' addresses are those of a cluster.
 Mbarrier& mbarrier_at(uint32_t address, Site site) {
     const auto found = block->mbarriers.find(address);
     if (found == block->mbarriers.end())
@@ -96,7 +97,11 @@ void land(Mbarrier& barrier) {
             g.write_syncs = 0;                              // the mbarrier orders lanes too
         };
         if (!load.map)
-            for (int i = 0; i < load.bytes; i += 2) write(load.target + i, load.source + i);
+            for (int i = 0; i < load.bytes; i += 2) {
+                write(load.target + i, load.source + i);
+                const auto from = load.source + i - shared_bytes;   // another block's?
+                if (from >= 0 && from < launch.shared) block->granules[from / GRANULE].leaving = 0;
+            }
         else
             for_each_row(*load.map, load.at, [&](const BoxRow& row) {
                 for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 2)
@@ -133,6 +138,7 @@ void end_phase(Mbarrier& barrier) {
 
 void mbarrier_init(uint32_t address, int arrivals, Site site) {
     shared_memory(address, 8, 8, Access::WRITE, site);
+    address = offset_of(address);
     if (arrivals < 1) fault(site, "an mbarrier of %d arrivals", arrivals);
     Mbarrier barrier{};
     barrier.expected = barrier.missing = arrivals;
@@ -147,6 +153,7 @@ void fence_mbarrier_init() {
 }
 
 void mbarrier_arrive(uint32_t address, int bytes, Site site) {
+    address = offset_of(address);
     Mbarrier& barrier = mbarrier_at(address, site);
     if (barrier.missing == 0) {
         // The phase has all its arrivals and only bytes are in flight: they land now.
@@ -165,6 +172,7 @@ void mbarrier_arrive(uint32_t address, int bytes, Site site) {
 }
 
 bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
+    address = offset_of(address);
     Mbarrier* barrier = &mbarrier_at(address, site);
     if (barrier->phase % 2 == parity) {
         if (draw(4) == 0) return false;                     // try_wait may time out
@@ -182,6 +190,7 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
 // ---- Named barriers ----
 
 void named_barrier(int id, int threads, bool wait, Site site) {
+    if (launch.cluster > 1) fault(site, "named barriers of clusters are not modelled");
     if (id < 1 || id > 15) fault(site, "barrier %d, expected 1 to 15", id);
     if (threads % LANES != 0) fault(site, "a barrier of %d threads, not a multiple of 32", threads);
     NamedBarrier& barrier = block->named_barriers[id];
@@ -288,6 +297,8 @@ void expect_chunk(uint32_t to, Site site) {
 
 void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
               Site site) {
+    target = offset_of(target);
+    address = offset_of(address);
     const TensorMap& map = checked_map(pointer, at, target, site);
     Mbarrier& barrier = fenced_mbarrier_at(address, site);
     for_each_row(map, at, [&](const BoxRow& row) {
@@ -298,6 +309,13 @@ void load_box(uint32_t target, const void* pointer, uint32_t address, const int 
     barrier.loads.push_back(
         {target, map, {at[0], at[1], at[2], at[3]}, thread->index, site, nullptr, 0});
     end_phase(barrier);
+}
+
+void load_box_of_blocks(uint32_t target, const void* map, uint32_t barrier, uint32_t blocks,
+                        const int (&at)[4], Site site) {
+    for (int rank = 0; rank < launch.cluster; ++rank)
+        if (blocks >> rank & 1)
+            load_box(shared_of_rank(target, rank), map, shared_of_rank(barrier, rank), at, site);
 }
 
 namespace {
@@ -312,6 +330,8 @@ void check_bulk(const void* array, uint32_t shared, int bytes, Access access, Si
 }  // namespace
 
 void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes, Site site) {
+    target = offset_of(target);
+    address = offset_of(address);
     check_bulk(source, target, bytes, Access::READ, site);
     Mbarrier& barrier = fenced_mbarrier_at(address, site);
     for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
@@ -320,7 +340,27 @@ void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes
     end_phase(barrier);
 }
 
+void copy_shared(uint32_t target, uint32_t source, uint32_t address, int bytes, Site site) {
+    target = offset_of(target);
+    source = offset_of(source);
+    address = offset_of(address);
+    const auto where = [&] { return here(site); };
+    if (bytes <= 0 || bytes % 16 != 0)
+        fault(site, "a bulk copy of %d bytes, expected a multiple of 16", bytes);
+    check_alignment(source, 16, where);
+    check_alignment(target, 16, where);
+    Mbarrier& barrier = fenced_mbarrier_at(address, site);
+    check_shared(source, bytes, Access::READ, where, true);
+    for (int i = 0; i < bytes; i += GRANULE)
+        block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
+    for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
+    barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
+                             shared_bytes + source, bytes});
+    end_phase(barrier);
+}
+
 void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site site) {
+    source = offset_of(source);
     const TensorMap& map = checked_map(pointer, at, source, site);
     const auto where = [&] { return here(site); };
     for_each_row(map, at, [&](const BoxRow& row) {
@@ -339,6 +379,7 @@ namespace {
 
 [[gnu::always_inline]] inline void send_in_bulk(
     void* target, uint32_t source, int bytes, Arrives arrives, Site site) {
+    source = offset_of(source);
     check_bulk(target, source, bytes, Access::WRITE, site);
     check_shared(source, bytes, Access::READ, [&] { return here(site); }, true);
     for (int i = 0; i < bytes; i += GRANULE)
@@ -448,7 +489,7 @@ void check_end() {
 struct Descriptor {
     uint32_t start, panel, group;                           // bytes
     explicit Descriptor(uint64_t bits)
-        : start(static_cast<uint32_t>(bits & 0x3FFF) << 4),
+        : start((static_cast<uint32_t>(bits & 0x3FFF) << 4) + first_byte_of_block()),
           panel(static_cast<uint32_t>(bits >> 16 & 0x3FFF) << 4),
           group(static_cast<uint32_t>(bits >> 32 & 0x3FFF) << 4) {}
     // K-major: `line` counts rows of A or columns of B, `step` runs along the sum.

@@ -2,6 +2,9 @@
 #pragma once
 
 namespace emulator {
+
+int blocks_of_cluster = 1;
+
 namespace {
 
 // An array of the launch, mapped at the address in the argument struct. Array i lies in address
@@ -15,8 +18,11 @@ struct Array {
 };
 constexpr uint64_t FIRST_ADDRESS = 0x510000000000, ADDRESS_SPAN = uint64_t{1} << 36;
 
+// The blocks of a cluster run as one block: `threads` and `shared` are those of all of them, one
+// block's after the other's. So what orders accesses orders them across blocks too.
 struct Launch {
-    int blocks = 0, threads = 0, blocks_per_sm = 1, shared = 0, resident = 0;
+    int blocks = 0, threads = 0, blocks_per_sm = 1, shared = 0, resident = 0, cluster = 1;
+    int block_threads = 0, block_shared = 0;
     uint64_t seed = 0;
     bool flush_denormals = false, truncates = false;
     const unsigned char* arguments = nullptr;
@@ -52,6 +58,7 @@ void read_launch(const std::string& folder) {
         else if (item == "threads") words >> launch.threads;
         else if (item == "blocks_per_sm") words >> launch.blocks_per_sm;
         else if (item == "shared") words >> launch.shared;
+        else if (item == "cluster") words >> launch.cluster;
         else if (item == "seed") words >> launch.seed;
         else if (item == "resident") words >> launch.resident;
         else if (item == "ftz") words >> launch.flush_denormals;
@@ -74,6 +81,13 @@ void read_launch(const std::string& folder) {
             launch.arrays.push_back(array);
         }
     }
+    launch.block_threads = launch.threads;
+    // Each block's is aligned to the period of the 128-byte swizzle.
+    launch.block_shared =
+        launch.cluster > 1 ? (launch.shared + 1023) / 1024 * 1024 : launch.shared;
+    launch.threads *= launch.cluster;
+    launch.shared = launch.block_shared * launch.cluster;
+    blocks_of_cluster = launch.cluster;
     if (launch.shared > MOST_SHARED_BYTES) fail("shared memory");
 }
 

@@ -78,12 +78,19 @@ std::string bytes_at(Access access, int bytes, int64_t offset) {
          + (bytes == 1 ? " byte" : " bytes") + " at byte " + std::to_string(offset);
 }
 
+// The same of shared memory, counted within a block's.
+std::string shared_bytes_at(Access access, int bytes, int64_t offset) {
+    const bool inside = offset >= 0 && offset < launch.shared;
+    return bytes_at(access, bytes, inside ? offset % launch.block_shared : offset)
+         + " of shared memory";
+}
+
 // `by_proxy`: the access is made by TMA or wgmma (the async proxy), which sees a thread's writes
 // only after that thread's fence.
 template <class Where>
 void check_shared(
     int64_t offset, int bytes, Access access, const Where& where, bool by_proxy = false) {
-    const auto what = [&] { return bytes_at(access, bytes, offset) + " of shared memory"; };
+    const auto what = [&] { return shared_bytes_at(access, bytes, offset); };
     if (offset < 0 || offset + bytes > launch.shared)
         fault_at(where(), what() + ", which has " + std::to_string(launch.shared));
     const int64_t first = offset / GRANULE, end = (offset + bytes - 1) / GRANULE + 1;

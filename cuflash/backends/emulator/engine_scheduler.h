@@ -8,7 +8,7 @@ namespace {
 // resident (__launch_bounds__(threads, blocks_per_sm)).
 int registers_at_start() {
     constexpr int OF_MULTIPROCESSOR = 64 << 10, UNIT = 8, MOST = 248;
-    const int num_warps = (launch.threads + LANES - 1) / LANES;
+    const int num_warps = (launch.block_threads + LANES - 1) / LANES;
     const int threads = launch.blocks_per_sm * num_warps * LANES;
     return std::min(OF_MULTIPROCESSOR / threads / UNIT * UNIT, MOST);
 }
@@ -33,7 +33,7 @@ void start_block(Block& b, int index) {
         b.syncs.assign(num_warps, 1);
         b.acquired.assign(num_warps * num_warps, 0);
         // A guard below each warp's stacks, not below each stack: most of a small launch's time
-        // would be mprotect. run_lane looks for an overflow into a neighbour's.
+        // would be mprotect. leave() looks for an overflow into a neighbour's.
         constexpr size_t OF_WARP = GUARD_BYTES + LANES * STACK_BYTES;
         void* stacks = mmap(nullptr, OF_WARP * num_warps, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -71,32 +71,13 @@ void switch_block(Block* to) {
     if (block != nullptr) memcpy(block->shared.data(), shared_bytes, launch.shared);
     block = to;
     memcpy(shared_bytes, block->shared.data(), launch.shared);
-    blockIdx = {static_cast<unsigned>(block->index), 0, 0};
-}
-
-[[noreturn]] void report_overflow() {
-    fprintf(stderr, "block %d, thread %d: a stack overflow\n", block->index, thread->index);
-    exit(70);
-}
-
-void run_lane(int index) {
-    thread = &block->threads[index];
-    block->warps[index / LANES].ready &= ~(1u << index % LANES);
-    --block->ready;
-    threadIdx = {static_cast<unsigned>(index), 0, 0};
-    emulator_switch(&scheduler_stack, thread->stack_pointer);
-    if (thread->stack_pointer < thread->stack) report_overflow();
-    thread = nullptr;
 }
 
 // Runs the ready lanes of a warp, in random order, until each waits or has ended.
 void run_warp(int w) {
-    const uint32_t ready = block->warps[w].ready;
     const int first = draw(LANES), step = draw(2) == 0 ? 1 : LANES - 1;
-    for (int i = 0; i < LANES; ++i) {
-        const int lane = (first + i * step) % LANES;
-        if (ready >> lane & 1) run_lane(w * LANES + lane);
-    }
+    chosen = {w, first, step, 0, block->warps[w].ready};
+    if (void* stack = enter_next_lane()) emulator_switch(&scheduler_stack, stack);
 }
 
 // Policies for choosing a warp: any ready one; the same one while it is ready; or the first ready
@@ -107,7 +88,7 @@ void run_all() {
     const int most = launch.resident > 0 ? launch.resident : 1 + draw(4);
     const Order order = static_cast<Order>(draw(3));
     // CUDA promises no order in which blocks start.
-    std::vector<int> waiting(launch.blocks);
+    std::vector<int> waiting(launch.blocks / launch.cluster);
     std::iota(waiting.begin(), waiting.end(), 0);
     std::shuffle(waiting.begin(), waiting.end(), random_bits);
     const auto start_next = [&](Block& b) {

@@ -158,7 +158,7 @@ template <class T> struct Zeros {
     T* end() { return first + count; }
 };
 
-// A resident block. Its shared memory is in shared_bytes while it runs, otherwise in `shared`.
+// A resident block, or a cluster of them. Its shared memory is in shared_bytes while it runs, otherwise in `shared`.
 struct Block {
     int index = -1;
     uint32_t run = 0;                                       // counts blocks of all launches
@@ -180,6 +180,11 @@ struct Block {
     int num_warps() const { return static_cast<int>(warps.size()); }
     Read* reads_of(int warp) { return &reads[warp * granules.count]; }
 };
+
+// The number in the grid of a thread's block.
+int block_of(const Block& b, int thread) {
+    return b.index * launch.cluster + thread / launch.block_threads;
+}
 
 std::vector<std::unique_ptr<Block>> resident;
 Block* block = nullptr;                                     // running, with `thread`

@@ -57,6 +57,11 @@ void meet_and_order(uint32_t mask, Site site) {
 }
 
 bool wait_for_block(const char* operation, bool predicate, Site site) {
+    if (launch.cluster > 1) fault(site, "%s of a cluster's block is not modelled", operation);
+    return wait_for_all(operation, predicate, site);
+}
+
+bool wait_for_all(const char* operation, bool predicate, Site site) {
     Block& b = *block;
     if (b.at_barrier == 0) {
         b.predicate = false;

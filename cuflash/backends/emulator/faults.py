@@ -1,13 +1,14 @@
 """Adds source lines and names to the message of a fault.
 
 The engine knows program addresses, bytes of shared memory and barrier
-numbers. Debug information maps them to lines and names: addr2line reads the
-program's; for readelf, the kernel's text is compiled again, without its code,
-when there is a fault to explain.
+numbers. Debug information maps them to lines and names. For addr2line and
+readelf the kernel's text is compiled again when there is a fault to explain:
+with lines and the same code, and with names alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -19,13 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cuflash.backends.emulator import runtime
+from cuflash.errors import CompileError
 from cuflash.plans.plan import KernelPlan
 
 ADDR2LINE = "addr2line"
 READELF = "readelf"
 
 
-def explain(message: str, kernel: KernelPlan, arch: str, program: Path) -> str:
+def explain(
+    message: str,
+    kernel: KernelPlan,
+    arch: str,
+    program: Path,
+    flags: tuple[str, ...] = (),
+) -> str:
     """The engine's message with source lines and names.
 
     Parameters
@@ -34,8 +42,12 @@ def explain(message: str, kernel: KernelPlan, arch: str, program: Path) -> str:
     kernel : plan.KernelPlan
     arch : str
     program : Path
-        As returned by `runtime.executable` for `kernel` and `arch`.
+        As returned by `runtime.executable` for `kernel`, `arch`, `flags`.
+    flags : tuple of str, optional
     """
+    if runtime.is_own(kernel) and program.exists():
+        with contextlib.suppress(CompileError):
+            program = runtime.with_lines(kernel, arch, flags)
     return _with_names(_with_lines(message, kernel, program), kernel, arch)
 
 

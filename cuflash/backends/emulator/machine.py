@@ -214,6 +214,7 @@ class Machine:
                         kernel=kernel,
                         arch=emulator.arch,
                         program=program,
+                        flags=emulator.flags,
                     ),
                 )
 
@@ -226,6 +227,7 @@ class Machine:
             f"blocks {launch.blocks}",
             f"threads {kernel.threads}",
             f"blocks_per_sm {dict(kernel.constants).get('BLOCKS_PER_SM', 1)}",
+            f"cluster {dict(kernel.constants).get('CLUSTER_BLOCKS', 1)}",
             f"shared {kernel.shared_bytes}",
             f"seed {emulator.seed}",
             f"resident {emulator.resident}",

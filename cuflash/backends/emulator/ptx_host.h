@@ -125,7 +125,44 @@ inline void mma_16x8x8(
 // ---- Shared memory ----
 
 inline u32 shared_address(const void* pointer) {
-    return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared_bytes);
+    const auto offset = static_cast<const unsigned char*>(pointer) - shared_bytes;
+    return emulator::blocks_of_cluster > 1 ? emulator::address_in_cluster(offset)
+                                           : static_cast<u32>(offset);
+}
+
+// ---- Clusters ----
+
+inline u32 cluster_rank() { return static_cast<u32>(emulator::rank_in_cluster()); }
+
+EMULATOR_CALLED unsigned char* of_block(unsigned char* shared) {
+    return shared + emulator::first_byte_of_block();
+}
+
+inline u32 shared_of_rank(u32 address, u32 rank) {
+    return emulator::shared_of_rank(address, static_cast<int>(rank));
+}
+
+inline void mbarrier_arrive_in_cluster_if(bool condition, u32 barrier, EMULATOR_SITE) {
+    if (condition) emulator::mbarrier_arrive(barrier, 0, {file, line});
+}
+
+inline void copy_to_block(u32 target, u32 source, u32 barrier, int bytes, EMULATOR_SITE) {
+    emulator::copy_shared(target, source, barrier, bytes, {file, line});
+}
+
+inline void copy_to_block_if(
+    bool condition, u32 target, u32 source, u32 barrier, int bytes, EMULATOR_SITE) {
+    if (condition) emulator::copy_shared(target, source, barrier, bytes, {file, line});
+}
+
+EMULATOR_CALLED void tma_load_multicast(
+    u32 target, const TensorMap& map, u32 barrier, u32 blocks, int x0, int x1, int x2, int x3,
+    EMULATOR_SITE) {
+    emulator::load_box_of_blocks(target, &map, barrier, blocks, {x0, x1, x2, x3}, {file, line});
+}
+
+inline void cluster_sync(EMULATOR_SITE) {
+    emulator::wait_for_all("barrier.cluster", false, {file, line});
 }
 
 inline u32 opaque(u32 x) { return x; }
@@ -282,24 +319,29 @@ inline void mbarrier_arrive_expect(u32 barrier, int bytes, EMULATOR_SITE) {
     emulator::mbarrier_arrive(barrier, bytes, {file, line});
 }
 
+inline void mbarrier_arrive_expect_if(
+    bool condition, u32 barrier, int bytes, EMULATOR_SITE) {
+    if (condition) emulator::mbarrier_arrive(barrier, bytes, {file, line});
+}
+
 inline bool mbarrier_try_wait(u32 barrier, u32 parity, EMULATOR_SITE) {
     return emulator::mbarrier_try_wait(barrier, parity, {file, line});
 }
 
-__device__ __forceinline__ void barrier_sync(int id, int threads, EMULATOR_SITE) {
+EMULATOR_INLINED void barrier_sync(int id, int threads, EMULATOR_SITE) {
     emulator::named_barrier(id, threads, true, {file, line});
 }
 
-__device__ __forceinline__ void barrier_arrive(int id, int threads, EMULATOR_SITE) {
+EMULATOR_INLINED void barrier_arrive(int id, int threads, EMULATOR_SITE) {
     emulator::named_barrier(id, threads, false, {file, line});
 }
 
-template <int COUNT> __device__ __forceinline__ void warpgroup_reg_alloc(EMULATOR_SITE) {
+template <int COUNT> EMULATOR_INLINED void warpgroup_reg_alloc(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
     emulator::set_registers(COUNT, true, {file, line});
 }
 
-template <int COUNT> __device__ __forceinline__ void warpgroup_reg_dealloc(EMULATOR_SITE) {
+template <int COUNT> EMULATOR_INLINED void warpgroup_reg_dealloc(EMULATOR_SITE) {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg takes no other");
     emulator::set_registers(COUNT, false, {file, line});
 }
@@ -317,7 +359,7 @@ EMULATOR_CALLED void tma_load(
     emulator::load_box(target, &map, barrier, {x0, x1, x2, x3}, {file, line});
 }
 
-__device__ __forceinline__ void tma_store(
+EMULATOR_INLINED void tma_store(
     const TensorMap& map, u32 source, int x0, int x1, int x2, int x3, EMULATOR_SITE) {
     emulator::store_box(&map, source, {x0, x1, x2, x3}, {file, line});
 }
@@ -326,12 +368,12 @@ inline void bulk_load(u32 target, const void* source, u32 barrier, int bytes, EM
     emulator::load_bytes(target, source, barrier, bytes, {file, line});
 }
 
-__device__ __forceinline__ void bulk_reduce_add(
+EMULATOR_INLINED void bulk_reduce_add(
     float* target, u32 source, int bytes, EMULATOR_SITE) {
     emulator::add_floats(target, source, bytes, {file, line});
 }
 
-__device__ __forceinline__ void bulk_reduce_add_s32(
+EMULATOR_INLINED void bulk_reduce_add_s32(
     int* target, u32 source, int bytes, EMULATOR_SITE) {
     emulator::add_ints(target, source, bytes, {file, line});
 }
@@ -368,7 +410,7 @@ template <class Element> float bits_to_float(uint16_t bits) { return to_float(El
 }  // namespace emulator
 
 template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, class Element>
-__device__ __forceinline__ void wgmma_shared(
+EMULATOR_INLINED void wgmma_shared(
     float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
     emulator::WgmmaOperands own{d, COUNT, a, b, nullptr, accumulate, A_TRANSPOSED, B_TRANSPOSED,
                                   SIGN, emulator::bits_to_float<Element>};
@@ -376,7 +418,7 @@ __device__ __forceinline__ void wgmma_shared(
 }
 
 template <int COUNT, class Element>
-__device__ __forceinline__ void wgmma_registers(
+EMULATOR_INLINED void wgmma_registers(
     float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
     emulator::WgmmaOperands own{
         d, COUNT, 0, b, a, accumulate, false, true, 1, emulator::bits_to_float<Element>};

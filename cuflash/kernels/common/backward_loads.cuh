@@ -20,8 +20,9 @@ __device__ __forceinline__ void load_keys(
               v_step, num_keys, arrays.shape.head_dim_v);
 }
 
-// Each load is one cp.async group, which is empty after the last head.
-template <class SharedPlan> struct QueryLoader {
+// Each load is one cp.async group, which is empty after the last head. WHOLE_APART: by
+// load_tile_or_whole().
+template <class SharedPlan, bool WHOLE_APART = false> struct QueryLoader {
     SharedPlan& shared;
     const Arguments& args;
     const BackwardArguments& arrays;
@@ -36,19 +37,25 @@ template <class SharedPlan> struct QueryLoader {
             const i64 row =
                 (static_cast<i64>(coord.batch) * shape.num_heads_q + head) * rows_of_head(args)
                 + start;
-            load_tile(shared.dout,
-                      head_start(arrays.dout, arrays.dout_stride, coord.batch, head)
-                          + start * stride,
-                      stride, num_rows, shape.head_dim_v);
+            load(shared.dout,
+                 head_start(arrays.dout, arrays.dout_stride, coord.batch, head) + start * stride,
+                 stride, num_rows, shape.head_dim_v);
             constexpr int WORDS = sizeof(Element) / 4;      // cp.async copies 4 bytes
             const u32* lse = reinterpret_cast<const u32*>(shared.lse);
             const u32* delta = reinterpret_cast<const u32*>(shared.delta);
-            for (int i = threadIdx.x; i < BLOCK_Q * WORDS; i += THREADS) {
+            const auto load_word = [&](int i) {
                 const int bytes = i / WORDS < num_rows ? 4 : 0;
                 cp_async_4(shared_address(lse + i),
                            static_cast<const u32*>(arrays.lse) + row * WORDS + i, bytes);
                 cp_async_4(shared_address(delta + i),
                            static_cast<const u32*>(arrays.delta) + row * WORDS + i, bytes);
+            };
+            if constexpr (WHOLE_APART) {
+                #pragma unroll
+                for (int first = 0; first < BLOCK_Q * WORDS; first += THREADS)
+                    if (first + threadIdx.x < BLOCK_Q * WORDS) load_word(first + threadIdx.x);
+            } else {
+                for (int i = threadIdx.x; i < BLOCK_Q * WORDS; i += THREADS) load_word(i);
             }
         }
         cp_async_commit();
@@ -58,10 +65,18 @@ template <class SharedPlan> struct QueryLoader {
         if (head < end_head) {
             const int start = tile * BLOCK_Q;
             const i64 stride = arrays.q_stride.token;
-            load_tile(shared.q,
-                      head_start(arrays.q, arrays.q_stride, coord.batch, head) + start * stride,
-                      stride, shape.seqlen_q - start, shape.head_dim);
+            load(shared.q,
+                 head_start(arrays.q, arrays.q_stride, coord.batch, head) + start * stride,
+                 stride, shape.seqlen_q - start, shape.head_dim);
         }
         cp_async_commit();
+    }
+
+private:
+    template <class Tile>
+    __device__ __forceinline__ void load(
+        Tile& tile, const Element* source, i64 stride, int num_rows, int num_columns) const {
+        if constexpr (WHOLE_APART) load_tile_or_whole(tile, source, stride, num_rows, num_columns);
+        else load_tile(tile, source, stride, num_rows, num_columns);
     }
 };

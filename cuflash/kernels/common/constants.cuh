@@ -14,12 +14,15 @@
 // (score_mod.cuh); MAX_SCORE: the call returns max_score.
 // Sizes: BLOCK_Q, BLOCK_K; HEAD_DIM, HEAD_DIM_V, rounded up to what the kernel computes with;
 // PADDED: that changed one of them; SHARED_BYTES; NUM_WARPS; NUM_THREADS; LANES of a row;
-// BLOCKS_PER_SM; NUM_STAGES, STAGES, Q_STAGES, KV_STAGES of what loads ahead; DOUBLE_BUFFERED_K;
-// LOADS_IN_TURN and DS_COLUMN (sm80/backward.cu).
+// BLOCKS_PER_SM; CLUSTER_BLOCKS of a cluster and MULTICAST, whether they load for each other
+// (sm90/backward_cluster.cu); NUM_STAGES, STAGES, Q_STAGES, KV_STAGES of what loads ahead;
+// DOUBLE_BUFFERED_K; LOADS_IN_TURN and DS_COLUMN (sm80/backward.cu).
 // Sums: RUN_TILES, after which acc starts anew (long_sums.cuh), 0: never; DQ_COLUMNS of dQ's sums,
 // 0: none; ADDS_TO_DQ; DQ_SEMAPHORES of a query tile's dQ if DETERMINISTIC, else 0; INTEGER_DQ
-// (sm90/integer_dq.cuh); RECOMPUTES: rows with a NaN; HEADS_INNERMOST: the order in which they grow
-// (sm90/backward_scheduler.cuh); OWNED_DQ: which one block has (sm90/backward_owned_dq.cuh).
+// (sm90/integer_dq.cuh); RECOMPUTES: rows with a NaN; HEADS_INNERMOST: the order in which they
+// grow, GROUP_PARTS, TAIL_PARTS: in how many parts (sm90/backward_scheduler.cuh), PART_SEMAPHORES
+// of a key tile's (sm90/backward_parts.cuh); OWNED_DQ: which one block has
+// (sm90/backward_owned_dq.cuh).
 // Warps: SCORE_WARPS_Q along the queries of S and dQ, GRADIENT_WARPS_K along the keys of dK and dV;
 // SCORE_PARTS: 1, or how many warps sum a part each of the same scores (score_parts.cuh);
 // WARP_ROLES: 1, or 2 where half of the warps compute scores and half gradients; WEIGHT_KEYS: how
@@ -36,8 +39,8 @@
 // Caches: KVCACHE, and with it LENGTHS, PACKED_QUERIES, PACKED_NEW, LEFTPAD and BATCH_IDX: which
 // arrays the call has; LATENT: V is the first columns of K, the same memory; PAGE_SIZE in tokens, 0
 // without pages; SCALES, which numbers K and V are stored relative to: 0 none, 1 one of each key
-// head, 2 each page's; BALANCED (decode/parts.cuh); MERGE_ROWS, the most rows of a row tile that
-// exist, RUNS_OF_BLOCKS, MERGE_SLOTS and ROWS_OF_BLOCK (finish/merge_parts.cu).
+// head, 2 each page's; BALANCED and WIDE_PLACES (decode/parts.cuh); MERGE_ROWS, the most rows of a
+// row tile that exist, RUNS_OF_BLOCKS, MERGE_SLOTS and ROWS_OF_BLOCK (finish/merge_parts.cu).
 // Others are of one kernel, whose header explains them: ORDERED, HAS_NEW and ROTARY
 // (prepare/append_kvcache.cu), OF_KEYS, IN_TILES, ONLY_FLAGGED, PASS and SCORE_CHUNK.
 #pragma once

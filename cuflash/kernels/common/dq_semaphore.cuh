@@ -28,33 +28,46 @@ __device__ __forceinline__ i64 query_tile_index(
     return (static_cast<i64>(batch) * arrays.shape.num_heads_q + head) * num_q_tiles + q_tile;
 }
 
+// A key tile's addition to a query tile: how many key tiles add before, and whether one does.
+// AHEAD: whether it is the key tile's first of a head, and how many of the head's come after it.
+struct DqPlace {
+    int rank;
+    bool has_predecessor, is_first = false;
+    int tiles_after = 0;
+};
+
 // How a block, or some of its warps (Threads), adds to the dQ of one query tile after another.
 //
-// AHEAD: all key tiles visit all query tiles of a head in ascending order. So a semaphore also says
-// that its key tile has added to the query tiles before it. A block then releases every
-// RELEASE_INTERVAL-th query tile's, as a warp waits for the fence of each store. It acquires those
-// of 32 query tiles at once, and none for query tiles that it knows its predecessor to be ahead.
+// AHEAD: the key tile before visits a head's query tiles in the same order. So a semaphore also
+// says that it has added to those visited before. A block then releases every RELEASE_INTERVAL-th
+// query tile's, as a warp waits for the fence of each store. It acquires those of 32 query tiles at
+// once, and none for query tiles that it knows its predecessor to be ahead.
 template <class Threads = WholeBlock, bool AHEAD = false> struct DqSemaphore {
-    static constexpr int RELEASE_INTERVAL = AHEAD ? 2 : 1;  // with 4, successors wait longer
+    // With 4, successors wait longer; with 2 as well, where all begin with the last query tile.
+    static constexpr int RELEASE_INTERVAL = AHEAD ? 2 : 1;
+    bool descends = false;                                  // AHEAD: from the last query tile on
     int* semaphore = nullptr;                               // acquired, to be released
     int next_rank = 0;
     int ready = 0;                                          // AHEAD: acquired query tiles after it
     int unreleased = 0;                                     // AHEAD: query tiles up to it
 
     // By each warp, before it adds to a tile of dQ: until `rank` key tiles, those before this one,
-    // have added to it. AHEAD: query tile q_tile of a head's.
-    __device__ __forceinline__ void wait(
-        int* of_tile, int rank, int q_tile = 0, int num_q_tiles = 0) {
+    // have added to it.
+    __device__ __forceinline__ void wait(int* of_tile, int rank) {
+        wait(of_tile, DqPlace{rank, rank > 0});
+    }
+    __device__ __forceinline__ void wait(int* of_tile, DqPlace place) {
         if (!DETERMINISTIC) return;
+        const int rank = place.rank;
         if constexpr (AHEAD) {
-            const int tiles_after = num_q_tiles - 1 - q_tile;
-            if (tiles_after == num_q_tiles - 1) {           // the head's first
+            if (place.is_first) {
                 release_at_once();                          // the head before: added, a barrier ago
                 ready = 0;
             }
-            if (rank > 0 && --ready < 0) acquire(of_tile, rank, tiles_after);
+            if (place.has_predecessor && --ready < 0) acquire(of_tile, rank, place.tiles_after);
         } else {
-            if (rank > 0 && threadIdx.x % 32 == 0) while (load_acquire(of_tile) != rank) {}
+            if (place.has_predecessor && threadIdx.x % 32 == 0)
+                while (load_acquire(of_tile) != rank) {}
         }
         __syncwarp();
         semaphore = of_tile;
@@ -64,7 +77,8 @@ template <class Threads = WholeBlock, bool AHEAD = false> struct DqSemaphore {
     // After a barrier of Threads that follows their additions. If those are complete by then, the
     // store need not wait for them.
     __device__ __forceinline__ void release() {
-        if (!DETERMINISTIC || (AHEAD && unreleased < RELEASE_INTERVAL)) return;
+        const int interval = descends ? 1 : RELEASE_INTERVAL;
+        if (!DETERMINISTIC || (AHEAD && unreleased < interval)) return;
         release_at_once();
     }
     // The same at once, by all of Threads: after the last additions.
@@ -83,10 +97,10 @@ private:
     }
     // tiles_after: of the head.
     __device__ __forceinline__ void acquire(int* of_tile, int rank, int tiles_after) {
-        const int ahead = 31 - threadIdx.x % 32;
+        const int ahead = 31 - threadIdx.x % 32, step = descends ? -1 : 1;
         u32 acquired;
         do {
-            const int seen = ahead <= tiles_after ? load_acquire(of_tile + ahead) : -1;
+            const int seen = ahead <= tiles_after ? load_acquire(of_tile + ahead * step) : -1;
             acquired = __ballot_sync(0xFFFFFFFFu, seen == rank);
         } while (acquired == 0);
         ready = 32 - __ffs(acquired);                       // by the first lane: the farthest ahead

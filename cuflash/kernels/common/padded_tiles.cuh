@@ -100,6 +100,29 @@ __device__ __forceinline__ void load_tile(
             load_chunks<Pass::CUT, Threads>(tile, source, stride, num_rows, num_columns);
 }
 
+// load_tile with code of its own for whole tiles: three instructions a chunk instead of ten.
+template <class Threads = AllThreads, int ROWS, int COLUMNS, int PAD>
+__device__ __forceinline__ void load_tile_or_whole(
+    SmemTile<ROWS, COLUMNS, PAD>& tile, const Element* source, i64 stride, int num_rows,
+    int num_columns) {
+    constexpr int CHUNKS = COLUMNS / CHUNK, COUNT = Threads::COUNT;
+    constexpr int PITCH = (COLUMNS + PAD) * sizeof(Element);
+    if constexpr (COUNT % CHUNKS == 0 && ROWS * CHUNKS % COUNT == 0)
+        if (num_rows >= ROWS && num_columns == COLUMNS) {
+            constexpr int STEP = COUNT / CHUNKS;
+            const int row = Threads::rank() / CHUNKS, column = Threads::rank() % CHUNKS * CHUNK;
+            const u32 target = shared_address(&tile.at[row][column]);
+            source += row * stride + column;
+            #pragma unroll
+            for (int first = 0; first < ROWS; first += STEP) {
+                cp_async_16(target + first * PITCH, source);
+                source += STEP * stride;
+            }
+            return;
+        }
+    load_tile<Threads>(tile, source, stride, num_rows, num_columns);
+}
+
 // Whether one of the chunks that this thread itself loaded with load_tile holds a NaN or an
 // infinity. Needs the thread's own cp_async_wait, no barrier.
 template <class Threads = AllThreads, int ROWS, int COLUMNS, int PAD>

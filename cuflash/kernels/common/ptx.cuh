@@ -481,6 +481,14 @@ __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, int bytes) {
                  :: "r"(barrier), "r"(bytes) : "memory");
 }
 
+// The same if `condition`, by a predicate.
+__device__ __forceinline__ void mbarrier_arrive_expect_if(
+    bool condition, u32 barrier, int bytes) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0;"
+                 " @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1; }"
+                 :: "r"(barrier), "r"(bytes), "r"(static_cast<u32>(condition)) : "memory");
+}
+
 // Whether the phase of this parity has completed, with acquire semantics. May suspend the thread
 // for a limited time before it returns false. PTX ISA: mbarrier.try_wait.
 __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
@@ -489,6 +497,73 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
                  " selp.u32 %0, 1, 0, p; }"
                  : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
     return ended != 0;
+}
+
+// ---- Clusters: blocks that run at the same time and reach each other's shared memory ----
+
+// The block's number in its cluster. PTX ISA: %cluster_ctarank.
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The block's own shared memory, by the name that a kernel declares; for the emulator, where the
+// blocks of a cluster have one memory.
+__device__ __forceinline__ unsigned char* of_block(unsigned char* shared) { return shared; }
+
+// The address, among those of the cluster, of what stands at `address` in the shared memory of
+// block `rank`. As seen on an H200, bits 24 and up are the rank, in a block's own addresses too, so
+// that these have more bits than a matrix descriptor. PTX ISA: mapa.
+__device__ __forceinline__ u32 shared_of_rank(u32 address, u32 rank) {
+    u32 mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+
+// Waits until all threads of the cluster have arrived, with release and acquire semantics. PTX ISA:
+// barrier.cluster.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// mbarrier_arrive_if() at an address of the cluster. Orders no accesses of this thread before those
+// of other blocks (ptxas would wait for all of them: MEMBAR.GPU): only for barriers that say that a
+// matmul has read what another block then overwrites. PTX ISA: mbarrier.arrive.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster_if(bool condition, u32 barrier) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0;"
+                 " @p mbarrier.arrive.shared::cluster.b64 _, [%0]; }"
+                 :: "r"(barrier), "r"(static_cast<u32>(condition)) : "memory");
+}
+
+// Starts the copy of `bytes` contiguous bytes of the block's shared memory to another block's; on
+// completion, the tx-count of `barrier`, there too, decreases by `bytes`. All are multiples of 16.
+// Where other threads wrote the source, they execute fence_async_proxy() before the barrier that
+// precedes. PTX ISA: cp.async.bulk.
+__device__ __forceinline__ void copy_to_block(u32 target, u32 source, u32 barrier, int bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %3, [%2];"
+                 :: "r"(target), "r"(source), "r"(barrier), "r"(bytes) : "memory");
+}
+
+// The same if `condition`, by a predicate.
+__device__ __forceinline__ void copy_to_block_if(
+    bool condition, u32 target, u32 source, u32 barrier, int bytes) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0;"
+                 " @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %3, [%2]; }"
+                 :: "r"(target), "r"(source), "r"(barrier), "r"(bytes),
+                    "r"(static_cast<u32>(condition)) : "memory");
+}
+
+// tma_load() to the same addresses of all blocks of the cluster whose bits of `blocks` are set,
+// and their barriers. PTX ISA: cp.async.bulk.tensor, multicast.
+__device__ __forceinline__ void tma_load_multicast(
+    u32 target, const TensorMap& map, u32 barrier, u32 blocks, int x0, int x1, int x2, int x3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                 :: "r"(target), "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3),
+                    "h"(static_cast<u16>(blocks)) : "memory");
 }
 
 // ---- Named barriers: for a subset of the block's threads ----

@@ -61,7 +61,7 @@ __device__ __forceinline__ void compute_part(
     const LaneRows& lane_rows, SoftmaxState& softmax, Output& acc) {
     const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
     const auto user_mask = rows.user_mask(args);
-    const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(mask, part));
+    const VisitedTiles tiles = rows.visited(user_mask, rows.key_tiles(mask, part));
     const float k_scale = k_scale_of_head(args, rows.kv_head);
     KeyPipeline pipeline(args, shared, part, tiles);
     load_queries(shared_address(&shared.tiles.q), args.arrays, rows);
@@ -83,16 +83,19 @@ __device__ __forceinline__ void compute_part(
         compute_scores(s, shared_address(&shared.tiles.q), pipeline.k_smem());
         pipeline.apply_k_scales(s, shared.tiles, k_scale);
         if constexpr (!LINEAR) lane_rows.apply_score_mod(s, mask, first_key);
-        const bool is_masked = rows.masks(mask, user_mask, first_key, WARP_KEYS);
+        u32 masked = 0;
+        if (rows.is_masked(mask, tiles, tile, first_key, WARP_KEYS))
+            masked = rows.masked_eights<S_TILES>(mask, user_mask, first_key);
         Visible visible;
-        if (is_masked)
-            lane_rows.apply_mask(s, mask, first_key, [&](int i, int j, int x, bool is_visible) {
-                visible[i][j][x] = is_visible;
-            });
+        if (masked != 0)
+            lane_rows.apply_mask(
+                s, mask, first_key, masked, [&](int i, int j, int x, bool is_visible) {
+                    visible[i][j][x] = is_visible;
+                });
         softmax_step<true>(s, softmax, acc, lane_rows.scale_log2);
         if constexpr (DROPOUT) lane_rows.apply_dropout(s, first_key);
         pipeline.apply_v_scales(s, shared.tiles);
-        add_values(acc, s, visible, is_masked, pipeline.v_smem());
+        add_values(acc, s, visible, masked != 0, pipeline.v_smem());
         pipeline.release();
     }
     cp_async_wait<0>();

@@ -40,7 +40,8 @@ __device__ __forceinline__ void compute_part(
     const Arguments& args, const Part& part, const RowTile& rows, WarpRows& warp_rows) {
     const LaneRow lane_row(args, rows);
     const auto user_mask = rows.user_mask(args);
-    const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(lane_row.mask, part));
+    const VisitedTiles tiles =
+        rows.visited(user_mask, rows.key_tiles(lane_row.mask, part));
     KeyLoads loads(args, part, tiles);
     WarpKeys keys;
     loads.load_k(keys, tiles.first);
@@ -51,7 +52,10 @@ __device__ __forceinline__ void compute_part(
         score_gemm(own, warp_rows, keys);
         loads.load_k(keys, tile + 1);
         lane_row.apply_scales_and_score_mod(own, keys, first_key);
-        const bool is_masked = rows.masks(lane_row.mask, user_mask, first_key, WARP_KEYS);
+        bool is_masked = rows.is_masked(lane_row.mask, tiles, tile, first_key, WARP_KEYS);
+        if constexpr (MASKS_BY_INTERVALS)
+            is_masked = is_masked && rows.masked_eights<(WARP_KEYS + 7) / 8>(
+                lane_row.mask, user_mask, first_key);
         lane_row.apply_mask(own, is_masked, first_key);
         softmax_step(own, warp_rows);
         lane_row.apply_to_weights(own, keys, first_key);

@@ -74,14 +74,27 @@ struct LaneRows {
     }
 
     // S = -inf where the query does not see the key. keep(i, j, x, is_visible): of each pair.
+    // masked: RowTile::masked_eights().
     template <int M, int N, class Mask, class Keep>
     __device__ __forceinline__ void apply_mask(
-        float (&s)[M][N][4], const Mask& mask, int first_key, Keep keep) const {
-        for_each<M, N>(first_key, [&](const Row& row, int key, int i, int j, int x) {
-            const bool is_visible = row.sees(mask, key);
+        float (&s)[M][N][4], const Mask& mask, int first_key, u32 masked, Keep keep) const {
+        const auto set = [&](int i, int j, int x, bool is_visible) {
             keep(i, j, x, is_visible);
             if (!is_visible) s[i][j][x] = -infinity();
-        });
+        };
+        if constexpr (MASK_MOD) {
+            const HiddenPairs<M, N> hidden(*this, mask, first_key, masked);
+            #pragma unroll
+            for (int i = 0; i < M; ++i)
+                #pragma unroll
+                for (int j = 0; j < N; ++j)
+                    #pragma unroll
+                    for (int x = 0; x < 4; ++x) set(i, j, x, !hidden.holds(i, j, x));
+        } else {
+            for_each<M, N>(first_key, [&](const Row& row, int key, int i, int j, int x) {
+                set(i, j, x, row.sees(mask, key));
+            });
+        }
     }
 
     template <int M, int N>
@@ -90,4 +103,34 @@ struct LaneRows {
             p[i][j][x] *= row.dropout.z(row.query, key);
         });
     }
+
+private:
+    // Which of the lane's pairs are hidden, by the user's mask or the bounds. A short loop tests
+    // them, eight keys at a time: written out, the tests of a tile are a thousand instructions and
+    // more, which come from memory when they run first, and most blocks run them once.
+    template <int M, int N> struct HiddenPairs {
+        static_assert(N <= 16, "two bits for each eight keys");
+        u32 bits[M][2] = {};                                // 2 j + x: of column x of tile j
+
+        template <class Mask>
+        __device__ __forceinline__ HiddenPairs(
+            const LaneRows& lane_rows, const Mask& mask, int first_key, u32 masked) {
+            #pragma unroll 1
+            for (u32 rest = masked; rest != 0; rest &= rest - 1) {
+                const int j = __ffs(rest) - 1, key = first_key + j * 8 + threadIdx.x % 4 * 2;
+                #pragma unroll
+                for (int i = 0; i < M; ++i)
+                    #pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const Row row = lane_rows.row(i, half);
+                        const u32 pairs = (row.sees(mask, key) ? 0u : 1u)
+                                        | (row.sees(mask, key + 1) ? 0u : 2u);
+                        bits[i][half] |= pairs << 2 * j;
+                    }
+            }
+        }
+        __device__ __forceinline__ bool holds(int i, int j, int x) const {
+            return bits[i][x / 2] >> (2 * j + x % 2) & 1;
+        }
+    };
 };

@@ -78,7 +78,7 @@ public:
             const RowTile rows(args, part);
             const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
             const TileRange tiles =
-                rows.unhidden(rows.user_mask(args), rows.key_tiles(mask, part));
+                rows.visited(rows.user_mask(args), rows.key_tiles(mask, part));
             publish_pending();
             publish_work({part, tiles});
             load_part(part, tiles);

@@ -91,8 +91,11 @@ private:
         auto& scores = reinterpret_cast<float (&)[1][S_COUNT / 4][4]>(s);
         const int first_key = tile * BLOCK_K;
         if constexpr (!LINEAR) lane_rows.apply_score_mod(scores, mask, first_key);
-        if (rows.masks(mask, rows.user_mask(args), first_key, BLOCK_K))
-            lane_rows.apply_mask(scores, mask, first_key, [](int, int, int, bool) {});
+        u32 masked = 0;
+        if (rows.is_masked(mask, VisitedTiles{}, tile, first_key, BLOCK_K))
+            masked = rows.masked_eights<S_COUNT / 4>(mask, rows.user_mask(args), first_key);
+        if (masked != 0)
+            lane_rows.apply_mask(scores, mask, first_key, masked, [](int, int, int, bool) {});
         const ScaledExp2 exp{lane_rows.scale_log2};
         float reference[2];
         #pragma unroll

@@ -79,9 +79,20 @@ struct RowTiles {
     __device__ __forceinline__ int cost() const { return PART_COST + tiles(); }
 };
 
+// A place among the costs of all row tiles. Unless WIDE_PLACES, 16 times their sum is an int: with
+// 64 bits, each of the divisions before a block's first load is a hundred instructions.
+template <bool> struct PlaceOf { using type = int; using Unsigned = u32; };
+template <> struct PlaceOf<true> { using type = i64; using Unsigned = u64; };
+using Place = PlaceOf<WIDE_PLACES>::type;
+
+__device__ __forceinline__ Place quotient(Place x, Place y) {   // of numbers from 0 on
+    using Unsigned = PlaceOf<WIDE_PLACES>::Unsigned;
+    return static_cast<Unsigned>(x) / static_cast<Unsigned>(y);
+}
+
 // What all row tiles cost together, and the one that costs most.
 struct Costs {
-    i64 total;
+    Place total;
     int highest;
 };
 
@@ -89,27 +100,27 @@ struct Costs {
 class BalancedParts {
     const Arguments& args;
     int block;
-    i64 run, longer_runs;                                   // a run's places; how many have 1 more
-    i64 places_of_each = 0;                                 // of a row tile; 0: as many as it costs
-    i64 at, end;                                            // the rest of the run
+    Place run, longer_runs;                                 // a run's places; how many have 1 more
+    Place places_of_each = 0;                               // of a row tile; 0: as many as it costs
+    Place at, end;                                          // the rest of the run
     RowTiles rows;                                          // of the sequence at `at`
-    i64 row_tile_start;                                     // of the row tile at `at`
+    Place row_tile_start;                                   // of the row tile at `at`
     int row_tile;                                           // among those of `rows`
 
-    __device__ __forceinline__ i64 start_of(int block) const {
-        return block * run + min(i64(block), longer_runs);
+    __device__ __forceinline__ Place start_of(int block) const {
+        return block * run + min(Place(block), longer_runs);
     }
     // The block whose run has a place.
-    __device__ __forceinline__ int block_of(i64 place) const {
-        const i64 in_longer = longer_runs * (run + 1);
+    __device__ __forceinline__ int block_of(Place place) const {
+        const Place in_longer = longer_runs * (run + 1);
         return static_cast<int>(place < in_longer
-            ? u64(place) / u64(run + 1) : longer_runs + u64(place - in_longer) / u64(run));
+            ? quotient(place, run + 1) : longer_runs + quotient(place - in_longer, run));
     }
-    __device__ __forceinline__ i64 places_of(const RowTiles& rows) const {
+    __device__ __forceinline__ Place places_of(const RowTiles& rows) const {
         return places_of_each > 0 ? places_of_each : rows.cost();
     }
     // All those of the sequence first + lane.
-    __device__ __forceinline__ i64 places_of_lane(int first) const {
+    __device__ __forceinline__ Place places_of_lane(int first) const {
         const int number = first + threadIdx.x % 32;
         if (number >= args.arrays.shape.batch) return 0;
         const RowTiles rows(args, number);
@@ -117,11 +128,11 @@ class BalancedParts {
     }
 
     // The sum over lanes up to this one.
-    static __device__ __forceinline__ i64 sum_up_to_lane(i64 x) {
+    static __device__ __forceinline__ Place sum_up_to_lane(Place x) {
         const int lane = threadIdx.x % 32;
         #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
-            const i64 before = __shfl_sync(WHOLE_WARP, x, max(lane - distance, 0));
+            const Place before = __shfl_sync(WHOLE_WARP, x, max(lane - distance, 0));
             x += lane >= distance ? before : 0;
         }
         return x;
@@ -130,7 +141,7 @@ class BalancedParts {
         Costs costs{0, 0};
         for (int number = threadIdx.x % 32; number < args.arrays.shape.batch; number += 32) {
             const RowTiles rows(args, number);
-            costs.total += i64(rows.count) * rows.cost();
+            costs.total += Place(rows.count) * rows.cost();
             if (rows.count > 0) costs.highest = max(costs.highest, rows.cost());
         }
         #pragma unroll
@@ -142,10 +153,10 @@ class BalancedParts {
         return costs;
     }
     // Finds the sequence at a place, and returns where it starts.
-    __device__ __forceinline__ i64 find_sequence(i64 place, int& number) const {
-        i64 start = 0;
+    __device__ __forceinline__ Place find_sequence(Place place, int& number) const {
+        Place start = 0;
         for (int first = 0;; first += 32) {
-            const i64 places = places_of_lane(first), sum = sum_up_to_lane(places);
+            const Place places = places_of_lane(first), sum = sum_up_to_lane(places);
             const u32 beyond = __ballot_sync(WHOLE_WARP, place < start + sum);
             if (beyond != 0) {
                 const int lane = __ffs(beyond) - 1;
@@ -159,13 +170,13 @@ class BalancedParts {
     // Begins with the row tile of a number, all sequences' counted one after the other. Returns
     // false if there are fewer.
     __device__ __forceinline__ bool begin_row_tile(int number) {
-        i64 tiles_before = 0, places_before = 0;
+        Place tiles_before = 0, places_before = 0;
         for (int first = 0; first < args.arrays.shape.batch; first += 32) {
             const int of_lane = first + threadIdx.x % 32;
             const bool exists = of_lane < args.arrays.shape.batch;
-            const i64 count = exists ? RowTiles(args, of_lane).count : 0;
-            const i64 tiles = sum_up_to_lane(count), places = places_of_lane(first);
-            const i64 sum = sum_up_to_lane(places);
+            const Place count = exists ? RowTiles(args, of_lane).count : 0;
+            const Place tiles = sum_up_to_lane(count), places = places_of_lane(first);
+            const Place sum = sum_up_to_lane(places);
             const u32 beyond = __ballot_sync(WHOLE_WARP, number < tiles_before + tiles);
             if (beyond != 0) {
                 const int lane = __ffs(beyond) - 1;
@@ -184,13 +195,13 @@ class BalancedParts {
 
     // Gives as many places to each of `count` row tiles, which have at most `tiles` key tiles, and
     // cuts each into as many parts. Returns false if that leaves an eighth of the blocks idle.
-    __device__ __forceinline__ bool set_equal_runs(i64 count, int tiles) {
+    __device__ __forceinline__ bool set_equal_runs(Place count, int tiles) {
         const int blocks = args.num_splits;
-        const i64 parts =
+        const Place parts =
             count >= blocks ? 1 : min(static_cast<int>(u32(blocks) / u32(count)), tiles);
-        const i64 parts_of_run = u64(count * parts + blocks - 1) / u64(blocks);
+        const Place parts_of_run = quotient(count * parts + blocks - 1, blocks);
         if (parts < tiles && 8 * parts_of_run * blocks > 9 * count * parts) return false;
-        const i64 of_part = u64(tiles + parts - 1) / u64(parts);
+        const Place of_part = quotient(tiles + parts - 1, parts);
         places_of_each = parts * of_part;
         run = parts_of_run * of_part;
         longer_runs = 0;
@@ -198,8 +209,8 @@ class BalancedParts {
         end = min(at + run, count * places_of_each);
         return true;
     }
-    __device__ __forceinline__ void set_balanced_runs(i64 total) {
-        run = u64(total) / u64(args.num_splits);
+    __device__ __forceinline__ void set_balanced_runs(Place total) {
+        run = quotient(total, args.num_splits);
         longer_runs = total - run * args.num_splits;
         at = start_of(block);
         end = start_of(block + 1);
@@ -207,26 +218,26 @@ class BalancedParts {
     __device__ __forceinline__ BalancedParts(const Arguments& args, int block)
         : args(args), block(block) {
         const Costs costs = costs_of_all(args);
-        const i64 batch = args.arrays.shape.batch;
-        const i64 count = PACKED_QUERIES ? 0 : batch * RowTiles(args, 0).count;
+        const Place batch = args.arrays.shape.batch;
+        const Place count = PACKED_QUERIES ? 0 : batch * RowTiles(args, 0).count;
         const bool is_equal = count > 0 && 16 * costs.total >= 15 * count * costs.highest;
         if (!is_equal || !set_equal_runs(count, costs.highest - PART_COST))
             set_balanced_runs(costs.total);
     }
 
     // The places of the row tile's key tiles.
-    __device__ __forceinline__ i64 first_place() const {
+    __device__ __forceinline__ Place first_place() const {
         return row_tile_start + (places_of_each > 0 ? 0 : PART_COST);
     }
-    __device__ __forceinline__ i64 end_place() const { return first_place() + rows.tiles(); }
+    __device__ __forceinline__ Place end_place() const { return first_place() + rows.tiles(); }
 
     // Begins with the row tile at a place of the run.
-    __device__ __forceinline__ void begin(i64 place) {
+    __device__ __forceinline__ void begin(Place place) {
         int number;
-        const i64 start = find_sequence(place, number);
+        const Place start = find_sequence(place, number);
         at = place;
         rows = RowTiles(args, number);
-        row_tile = static_cast<int>(u64(place - start) / u64(places_of(rows)));
+        row_tile = static_cast<int>(quotient(place - start, places_of(rows)));
         row_tile_start = start + row_tile * places_of(rows);
     }
 
@@ -249,10 +260,10 @@ public:
         } else {
             BalancedParts parts(args, 0);
             if (!parts.begin_row_tile(run)) return false;
-            const i64 first_place = parts.first_place(), end_place = parts.end_place();
+            const Place first_place = parts.first_place(), end_place = parts.end_place();
             parts.block = parts.block_of(first_place);
             parts.end = parts.start_of(parts.block + 1);
-            const i64 to = min(end_place, parts.end);
+            const Place to = min(end_place, parts.end);
             parts.set_part(part, first_place, end_place, first_place, to);
             return part.count > 1;
         }
@@ -264,7 +275,7 @@ public:
                 rows = RowTiles(args, rows.sequence.number + 1);
                 row_tile = 0;
             }
-            const i64 from = max(at, first_place()), to = min(end_place(), end);
+            const Place from = max(at, first_place()), to = min(end_place(), end);
             if (from < to) set_part(part, first_place(), end_place(), from, to);
             row_tile_start += places_of(rows);
             at = row_tile_start;
@@ -277,7 +288,7 @@ public:
 private:
     // The places [from, to) of the row tile's key tiles, which are [first_place, end_place).
     __device__ __forceinline__ void set_part(
-        Part& part, i64 first_place, i64 end_place, i64 from, i64 to) const {
+        Part& part, Place first_place, Place end_place, Place from, Place to) const {
         const int first = first_place >= start_of(block) ? block : block_of(first_place);
         const int last = end_place <= end ? block : block_of(end_place - 1);
         const int of_head = num_row_tiles(args.arrays.shape, rows.sequence);

@@ -56,13 +56,17 @@ template <class Real> struct Result {
         if (is_part) part_out[column] = x * inverse;
         else out[column] = from_accumulator<Element>(x * inverse);
     }
-    // The same of an even column and the next one, of head_dim_v columns.
+    // The same of an even column and the next one, of a part's row of an even number of columns: so
+    // rows begin at pairs.
+    __device__ __forceinline__ void store_part(int column, Real x, Real y) const {
+        struct alignas(2 * sizeof(Real)) Pair { Real x, y; };
+        *reinterpret_cast<Pair*>(part_out + column) = {x * inverse, y * inverse};
+    }
+    // The same of any row, of head_dim_v columns.
     __device__ __forceinline__ void store_pair(
         int column, Real x, Real y, int head_dim_v) const {
-        struct alignas(2 * sizeof(Real)) Pair { Real x, y; };
-        if (is_part && head_dim_v % 2 == 0) {               // so rows begin at pairs
-            if (column < head_dim_v)
-                *reinterpret_cast<Pair*>(part_out + column) = {x * inverse, y * inverse};
+        if (is_part && head_dim_v % 2 == 0) {
+            if (column < head_dim_v) store_part(column, x, y);
         } else {
             if (column < head_dim_v) store(column, x);
             if (column + 1 < head_dim_v) store(column + 1, y);

@@ -5,6 +5,20 @@
 #include "decode/parts.cuh"
 #include "score/pair_mask.cuh"
 
+// Whether intervals tell which tiles the user's mask hides from all rows; whether they tell which
+// tiles are masked in part. A row tile has several heads.
+constexpr bool HIDES_BY_INTERVALS = MASK_MOD && !MASK_OF_HEAD;
+constexpr bool MASKS_BY_INTERVALS = HIDES_BY_INTERVALS && !SEGMENTS && !HAS_MASK;
+
+// The key tiles that some row sees, and a run of them whose every key every row sees, within the
+// bounds of mask.cuh, as far as intervals tell of the user's mask.
+struct VisitedTiles : TileRange {
+    TileRange full;
+    __device__ __forceinline__ bool is_full(int tile) const {
+        return tile >= full.first && tile < full.end;
+    }
+};
+
 struct RowTile {
     Sequence sequence;
     int kv_head, group_size, first_row;
@@ -64,7 +78,7 @@ struct RowTile {
     template <class Arguments>
     __device__ __forceinline__ PairMaskOf<Arguments> user_mask(const Arguments& args) const {
         PairMaskOf<Arguments> pair_mask(args, sequence.number);
-        if constexpr (MASK_MOD && !MASK_OF_HEAD) {
+        if constexpr (HIDES_BY_INTERVALS) {
             pair_mask.set_head(head_of(0));
             if constexpr (KVCACHE)
                 pair_mask.set_user(sequence.number, sequence.seqlen_q, sequence.seqlen_k);
@@ -80,29 +94,63 @@ struct RowTile {
             first_query(), last_query(), first_key, last_key);
     }
 
-    // The same tiles without those at either end that the user's mask hides from all rows, as far
-    // as intervals tell. Whole warp, which asks for 32 tiles at a time.
+    // The same tiles without those at either end that the user's mask hides from all rows; the last
+    // run of full ones. Whole warp, which asks for 32 tiles at a time.
     template <class PairMask>
-    __device__ __forceinline__ TileRange unhidden(
+    __device__ __forceinline__ VisitedTiles visited(
         const PairMask& pair_mask, TileRange tiles) const {
-        if constexpr (MASK_MOD && !MASK_OF_HEAD) {
-            const auto is_visited = [&](int tile) {
-                return user_visibility(pair_mask, tile * BLOCK_K, BLOCK_K) != Visibility::NONE;
-            };
-            tiles.first = PairMask::first_tile(tiles.first, tiles.end, is_visited);
-            tiles.end = PairMask::last_tile(tiles.first, tiles.end, is_visited) + 1;
+        VisitedTiles found{tiles, tiles};
+        if constexpr (HIDES_BY_INTERVALS) {
+            found = {{tiles.end, tiles.first}, {tiles.first, tiles.first}};
+            #pragma unroll 1
+            for (int start = tiles.first; start < tiles.end; start += 32) {
+                const int tile = start + threadIdx.x % 32;
+                Visibility of_tile = Visibility::NONE;
+                if (tile < tiles.end)
+                    of_tile = user_visibility(pair_mask, tile * BLOCK_K, BLOCK_K);
+                const u32 seen = __ballot_sync(WHOLE_WARP, of_tile != Visibility::NONE);
+                const u32 full = __ballot_sync(WHOLE_WARP, of_tile == Visibility::ALL);
+                if (seen != 0) {
+                    found.first = min(found.first, start + __ffs(seen) - 1);
+                    found.end = start + 32 - __clz(seen);
+                }
+                if (full != 0) {
+                    const u32 before = ~full & WHOLE_WARP >> __clz(full);   // and not full
+                    if (before != 0) found.full.first = start + 32 - __clz(before);
+                    else if (found.full.end != start) found.full.first = start;
+                    found.full.end = start + 32 - __clz(full);
+                }
+            }
         }
-        return tiles;
+        return found;
     }
 
-    // Whether some row does not see some of `count` keys from first_key on.
-    template <class Mask, class PairMask>
-    __device__ __forceinline__ bool masks(
-        const Mask& mask, const PairMask& pair_mask, int first_key, int count) const {
-        if (first_key + count > mask.num_keys(first_query())
-            || (WINDOW && first_key < mask.first_key(last_query()))) return true;
-        if constexpr (MASK_MOD && !MASK_OF_HEAD && !SEGMENTS && !HAS_MASK)
-            return user_visibility(pair_mask, first_key, count) != Visibility::ALL;
-        return PAIRWISE;
+    // Whether the bounds of mask.cuh hide some of `count` keys from first_key on from some row.
+    template <class Mask>
+    __device__ __forceinline__ bool is_cut(const Mask& mask, int first_key, int count) const {
+        return first_key + count > mask.num_keys(first_query())
+            || (WINDOW && first_key < mask.first_key(last_query()));
+    }
+    // Whether some row may not see some keys of a tile: of `count` from first_key on.
+    template <class Mask>
+    __device__ __forceinline__ bool is_masked(
+        const Mask& mask, const VisitedTiles& tiles, int tile, int first_key, int count) const {
+        if (is_cut(mask, first_key, count)) return true;
+        return MASKS_BY_INTERVALS ? !tiles.is_full(tile) : PAIRWISE;
+    }
+    // Bit n: whether some row may not see some of the eight keys from first_key + 8 n on. Of a tile
+    // that is_masked(). Whole warp.
+    template <int EIGHTS, class Mask, class PairMask>
+    __device__ __forceinline__ u32 masked_eights(
+        const Mask& mask, const PairMask& pair_mask, int first_key) const {
+        static_assert(EIGHTS <= 32, "a lane has eight keys at most");
+        if constexpr (MASKS_BY_INTERVALS) {
+            const int lane = threadIdx.x % 32, first = first_key + lane * 8;
+            const bool found = lane < EIGHTS && (is_cut(mask, first, 8)
+                || user_visibility(pair_mask, first, 8) != Visibility::ALL);
+            return __ballot_sync(WHOLE_WARP, found);
+        } else {
+            return WHOLE_WARP >> (32 - EIGHTS);
+        }
     }
 };

@@ -34,10 +34,10 @@ struct Consumer {
         const RowTile rows(args, part);
         const LaneRows lane_rows(args, rows, warp_row);
         const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-        const auto user_mask = rows.user_mask(args);
-        const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(mask, part));
+        const VisitedTiles tiles =
+            rows.visited(rows.user_mask(args), rows.key_tiles(mask, part));
         const auto is_masked = [&](int tile) {
-            return rows.masks(mask, user_mask, tile * BLOCK_K, BLOCK_K);
+            return rows.is_masked(mask, tiles, tile, tile * BLOCK_K, BLOCK_K);
         };
         load_queries(rows);
         #pragma unroll
@@ -155,10 +155,14 @@ private:
         const LaneRows& lane_rows, const Mask& mask, int tile, bool is_masked,
         float (&factors)[2]) {
         auto& scores = reinterpret_cast<float (&)[1][S_COUNT / 4][4]>(s);
+        const RowTile& rows = lane_rows.rows;
         const int first_key = tile * BLOCK_K;
         if constexpr (!LINEAR) lane_rows.apply_score_mod(scores, mask, first_key);
         if (is_masked)
-            lane_rows.apply_mask(scores, mask, first_key, [](int, int, int, bool) {});
+            lane_rows.apply_mask(
+                scores, mask, first_key,
+                rows.masked_eights<S_COUNT / 4>(mask, rows.user_mask(args), first_key),
+                [](int, int, int, bool) {});
         const ScaledExp2 exp{lane_rows.scale_log2};
         float reference[2];
         #pragma unroll
@@ -247,14 +251,20 @@ private:
         barrier_sync(QUERY_BARRIER + warpgroup, WARPGROUP);
         const ForwardArguments& arrays = args.arrays;
         const u16* q = static_cast<const u16*>(arrays.q);
-        for_each_chunk<16, HEAD_DIM, 32>(lane, [&](int i, int column) {
-            const int row = warp_row + i;
-            const int columns = rows.exists(row) ? arrays.shape.head_dim - column : 0;
-            const int bytes = min(max(columns, 0), CHUNK_ELEMENTS) * 2;
-            cp_async_16_partly(
-                shared_address(&shared.q) + tile_offset<BLOCK_Q>(row, column),
-                q + (bytes > 0 ? rows.offset(arrays.q_stride, row) + column : 0), bytes);
-        });
+        #pragma unroll 1                                    // runs once: few instructions
+        for (int row = warp_row + lane / 8; row < warp_row + 16; row += 4) {
+            const bool exists = rows.exists(row);
+            const u16* source = q + (exists ? rows.offset(arrays.q_stride, row) : 0);
+            #pragma unroll
+            for (int panel = 0; panel < num_panels(HEAD_DIM); ++panel) {
+                const int column = panel * PANEL_COLUMNS + lane % 8 * CHUNK_ELEMENTS;
+                if (HEAD_DIM % PANEL_COLUMNS != 0 && column >= HEAD_DIM) break;
+                const int columns = exists ? arrays.shape.head_dim - column : 0;
+                const int bytes = min(max(columns, 0), CHUNK_ELEMENTS) * 2;
+                cp_async_16_partly(shared_address(&shared.q) + tile_offset<BLOCK_Q>(row, column),
+                                   bytes > 0 ? source + column : q, bytes);
+            }
+        }
         cp_async_commit();
         cp_async_wait<0>();
         fence_async_proxy();                                // before wgmma reads
@@ -281,11 +291,19 @@ private:
             result.store_lse();
             if (MAX_SCORE) result.store_max_score(most, sum);
         }
-        #pragma unroll
-        for (int i = 0; i < O_COUNT / 4; ++i) {
-            const float* pair = &acc[i * 4 + HALF * 2];
-            result.store_pair(i * 8 + lane % 4 * 2, pair[0] * factor, pair[1] * factor,
-                              args.arrays.shape.head_dim_v);
-        }
+        const int head_dim_v = args.arrays.shape.head_dim_v;
+        const auto for_each_pair = [&](auto store) {
+            #pragma unroll
+            for (int i = 0; i < O_COUNT / 4; ++i) {
+                const float* pair = &acc[i * 4 + HALF * 2];
+                store(i * 8 + lane % 4 * 2, pair[0] * factor, pair[1] * factor);
+            }
+        };
+        if (result.is_part && head_dim_v == HEAD_DIM_V)     // most rows
+            for_each_pair([&](int column, float x, float y) { result.store_part(column, x, y); });
+        else
+            for_each_pair([&](int column, float x, float y) {
+                result.store_pair(column, x, y, head_dim_v);
+            });
     }
 };

@@ -25,8 +25,8 @@ public:
     __device__ __forceinline__ void load_part(const Part& part) {
         const RowTile rows(args, part);
         const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
-        const auto user_mask = rows.user_mask(args);
-        const TileRange tiles = rows.unhidden(user_mask, rows.key_tiles(mask, part));
+        const VisitedTiles tiles =
+            rows.visited(rows.user_mask(args), rows.key_tiles(mask, part));
         const Pages<Arguments> pages{args, part.sequence.number};
         const ForwardArguments& arrays = args.arrays;
         const KeyRows k_rows(args, arrays.k, arrays.k_stride, part.sequence, part.kv_head);
@@ -42,8 +42,7 @@ public:
             mbarrier_wait(barrier_at(shared.v_empty, stage.index), stage.phase ^ 1);
             load<HEAD_DIM_V>(shared_address(&shared.v[stage.index]), v_rows, first_key, num_keys,
                              arrays.shape.head_dim_v, page_of);
-            const bool masked = rows.masks(mask, user_mask, first_key, BLOCK_K);
-            if (masked) replace_nonfinite();
+            if (rows.is_masked(mask, tiles, tile, first_key, BLOCK_K)) replace_nonfinite();
             else cp_async_mbarrier_arrive(barrier_at(shared.v_full, stage.index));
         }
     }

@@ -22,14 +22,14 @@
 // before them. Shared memory, in floats:
 //     k  BLOCK_K * (HEAD_DIM + 4)              v     BLOCK_K * (HEAD_DIM_V + 4)
 //     q  BLOCK_Q * (HEAD_DIM + 4)              dout  BLOCK_Q * (HEAD_DIM_V + 4)
-//     weights  BLOCK_Q * (BLOCK_K + 8)         P, then dS
+//     weights  BLOCK_Q * (BLOCK_K + 8)         biases, then P, then dS; in column BLOCK_K rests
 //     lse, delta  BLOCK_Q each
-// The next dO loads while dQ and dK are computed, the next Q while dP is: six barriers per
-// iteration. All products load from shared memory one step ahead (loads_ahead.cuh).
+// The next dO loads while dQ and dK are computed, the next Q, and biases, while dP is: six barriers
+// per iteration. All products load from shared memory one step ahead (loads_ahead.cuh).
 //
 // Bad at: few keys with many queries (one block per key tile); head_dim above 128, where only small
 // tiles fit in shared memory.
-#include "fma/biases_ahead.cuh"
+#include "fma/bias_tiles.cuh"
 #include "fma/key_rows.cuh"
 #include "fma/loads_ahead.cuh"
 #include "common/backward_loads.cuh"
@@ -46,9 +46,20 @@ struct SharedPlan {
 };
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
-// Where dbias is added to, its tiles' biases stay in L2: reading them ahead, or at constant
-// distances, was 6 to 12 % slower together (docs/lab/pair_bias.md).
-constexpr bool ADDS_DBIAS = DBIAS && !STORES_DBIAS;
+// The thread's rows among those that it has loaded, before a barrier: lse becomes effective_lse(),
+// and its rest (lse_rest.cuh) goes to the padding of weights. So lanes need not compute them, 32
+// times each.
+__device__ __forceinline__ void prepare_rows(SharedPlan& shared, const ScoreTile& score_tile) {
+    if constexpr (HAS_LSE_RESTS)
+        #pragma unroll
+        for (int first = 0; first < BLOCK_Q; first += THREADS) {
+            const int row = first + threadIdx.x;
+            if (row >= BLOCK_Q) continue;
+            const float lse = effective_lse(shared.lse[row]);
+            shared.lse[row] = lse;
+            shared.weights.at[row][BLOCK_K] = score_tile.rest(row, lse);
+        }
+}
 
 // P = exp(scale S - lse) and dS = scale P (dP - delta) replace S and dP; both are 0 for masked
 // pairs. With dropout, P Z and dS = scale P (Z dP - delta).
@@ -66,21 +77,6 @@ __device__ __forceinline__ void compute_p_and_ds(
         pairs = {score_tile.q_start + ScoreGrid::first_row() + lane_row(),
                  score_tile.k_start + first_key};
     ScoreMod<float>::ArraySums<Pairs> sums;
-    // A row's biases load while the row before is computed. A load does not pass the stores or
-    // additions of dbias that come before it: alone, each would take as long as one from L2 does.
-    float biases[2][BIAS ? KEYS : 1];
-    const auto load_biases = [&](int i) {
-        const int query =
-            score_tile.q_start + ScoreGrid::first_row() + lane_row() + i * LANE_ROWS;
-        const int key = score_tile.k_start + first_key;
-        if constexpr (BIAS && !ADDS_DBIAS)
-            score_tile.score_mod.load_biases<LANE_COLUMNS>(biases[i % 2], query, key);
-        else if constexpr (BIAS)
-            #pragma unroll
-            for (int j = 0; j < KEYS; ++j)
-                biases[i % 2][j] = score_tile.score_mod.bias_of(query, key + j * LANE_COLUMNS);
-    };
-    load_biases(0);
     Kept<ROWS, KEYS> kept;
     if constexpr (DROPOUT)
         find_kept(kept, score_tile.dropout, score_tile.q_start + ScoreGrid::first_row(),
@@ -88,10 +84,9 @@ __device__ __forceinline__ void compute_p_and_ds(
     #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int row = ScoreGrid::first_row() + lane_row() + i * LANE_ROWS;
-        const float lse = effective_lse(shared.lse[row]);
-        const float rest = score_tile.rest(row, lse), delta = shared.delta[row];
-        const float distance = score_tile.distance(row, first_key);
-        if (i + 1 < ROWS) load_biases(i + 1);
+        const float lse = HAS_LSE_RESTS ? shared.lse[row] : effective_lse(shared.lse[row]);
+        const float rest = HAS_LSE_RESTS ? shared.weights.at[row][BLOCK_K] : 0.0f;
+        const float delta = shared.delta[row], distance = score_tile.distance(row, first_key);
         float* dbias = nullptr;
         if constexpr (STORES_DBIAS)
             dbias = score_tile.dbias.row(score_tile.q_start + row, score_tile.k_start + first_key);
@@ -103,10 +98,12 @@ __device__ __forceinline__ void compute_p_and_ds(
             if constexpr (LINEAR) {
                 s[i][j] = weight(s[i][j], scale, lse);
             } else {
+                const int query = score_tile.q_start + row, of_key = score_tile.k_start + key;
+                const float bias = STAGES_BIASES ? shared.weights.at[row][key]
+                                                 : score_tile.score_mod.bias_of(query, of_key);
                 const float score = score_tile.score_mod.score(
-                    s[i][j], BIAS ? biases[i % 2][j] : 0.0f,
-                    distance - static_cast<float>(j * LANE_COLUMNS),
-                    score_tile.q_start + row, score_tile.k_start + key, derivatives);
+                    s[i][j], bias, distance - static_cast<float>(j * LANE_COLUMNS), query, of_key,
+                    derivatives);
                 s[i][j] = weight_beside(rest, score, lse);
             }
             const float z = DROPOUT && !kept.at(i, j) ? 0.0f : score_tile.dropout.factor;
@@ -137,26 +134,44 @@ template <bool MASKED>
 __device__ __forceinline__ void compute_scores(
     SharedPlan& shared, const ScoreTile& score_tile, Scores& s, Scores& ds, bool& dout_nonfinite,
     bool& q_nonfinite) {
-    const BiasesAhead<!ADDS_DBIAS> biases(
-        score_tile.score_mod, score_tile.q_start, score_tile.k_start);
     cp_async_wait<1>();                                     // dO; in the first iteration, K and V
+    prepare_rows(shared, score_tile);
     dout_nonfinite = barrier_or_nonfinite<MASKED>(shared.dout);
     gemm_abt_ahead<true>(
         ds, shared.dout, ScoreGrid::first_row(), shared.v, ScoreGrid::first_column());
-    cp_async_wait<0>();                                     // Q
+    cp_async_wait<0>();                                     // Q, biases
     q_nonfinite = barrier_or_nonfinite<MASKED>(shared.q);
-    biases.use();
     gemm_abt_ahead<false>(
         s, shared.q, ScoreGrid::first_row(), shared.k, ScoreGrid::first_column());
     compute_p_and_ds<MASKED>(s, ds, shared, score_tile);
 }
 
+// Copies biases of one query tile after another, with its Q.
+struct BiasLoader {
+    SharedPlan& shared;
+    const Arguments& args;
+    int batch, k_start, end_head;
+
+    __device__ __forceinline__ void load(int head, int tile) const {
+        if constexpr (STAGES_BIASES) {
+            if (head >= end_head) return;
+            HeadBias<float> biases;
+            biases.set_head(args, batch, head);
+            load_biases<AllThreads, BLOCK_Q, BLOCK_K>(
+                shared.weights.at, biases, tile * BLOCK_Q, k_start);
+        }
+    }
+};
+
+using Loader = QueryLoader<SharedPlan, true>;
+
 // Starts the loads of the first query tile. Returns whether K contains a NaN or an infinity, so
 // that dQ's matmul must test the visibility of each pair (barrier_or_nonfinite).
 __device__ __forceinline__ bool load_first_queries(
-    SharedPlan& shared, const QueryLoader<SharedPlan>& loader, int head, int tile) {
+    SharedPlan& shared, const Loader& loader, const BiasLoader& bias_loader, int head, int tile) {
     bool k_nonfinite = false;
     loader.load_dout(head, tile);
+    bias_loader.load(head, tile);
     loader.load_q(head, tile);
     if constexpr (PAIRWISE) {
         cp_async_wait<1>();                                 // K
@@ -204,7 +219,8 @@ backward_fma(const __grid_constant__ Arguments call_args) {
     const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
     const int first_head = coord.head * group_size, end_head = first_head + group_size;
     const int num_keys = shape.seqlen_k - score_tile.k_start;
-    const QueryLoader<SharedPlan> loader{shared, args, arrays, shape, coord, end_head};
+    const Loader loader{shared, args, arrays, shape, coord, end_head};
+    const BiasLoader bias_loader{shared, args, coord.batch, score_tile.k_start, end_head};
 
     clear_padding(shared.k, shared.v, shared.q, shared.dout);
     KeyGrid::Sums dk;
@@ -243,12 +259,13 @@ backward_fma(const __grid_constant__ Arguments call_args) {
             KeyVisibility{score_tile, KeyGrid::first_row()}, q_nonfinite);
         __syncthreads();                                    // dS and Q are free
         dq_semaphore.release();
+        bias_loader.load(next_head, next_tile);
         loader.load_q(next_head, next_tile);
     };
 
     if (order.has(order.first)) {
         load_keys(shared, arrays, coord, score_tile.k_start, num_keys);
-        k_nonfinite = load_first_queries(shared, loader, first_head, order.first);
+        k_nonfinite = load_first_queries(shared, loader, bias_loader, first_head, order.first);
         for (int head = first_head; head < end_head; ++head) {
             score_tile.set_head(args, coord.batch, head);
             for (int tile = order.first; order.has(tile); tile = order.after(tile))

@@ -28,7 +28,7 @@ __device__ __forceinline__ int lane_column() { return threadIdx.x / 2 % 8; }
 // Weights. Lanes write 4 rows of 8 neighbouring columns; with 8 more floats a row they hit each
 // bank once.
 template <int ROWS, int COLUMNS> struct alignas(16) WeightTile {
-    static_assert(COLUMNS % 32 == 0 || COLUMNS == 16, "rows of neighbouring lanes in other banks");
+    static_assert(COLUMNS % 16 == 0, "rows of neighbouring lanes in other banks");
     float at[ROWS][COLUMNS + 8];
 };
 

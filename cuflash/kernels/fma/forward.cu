@@ -17,10 +17,13 @@
 //     q   BLOCK_Q * (HEAD_DIM + 4)             k   BLOCK_K * (HEAD_DIM + 4)
 //     p   BLOCK_Q * (WEIGHT_KEYS + 8)          v   BLOCK_K * (HEAD_DIM_V + 4)
 // The next K loads while this V is used, and V loads while K is used: two barriers per iteration.
+// With a float bias and WEIGHT_KEYS = BLOCK_K, a warp's biases load into its rows of p while S is
+// computed (bias_tiles.cuh).
 //
 // Bound by the multiply-adds: of 16 instructions one or two are loads, and the softmax takes 6 an
 // element of S, which has HEAD_DIM + HEAD_DIM_V multiply-adds. Bad at: head_dim_v above 128, where
 // acc leaves registers for only 4 rows per lane; few queries with many keys.
+#include "fma/bias_tiles.cuh"
 #include "fma/biases_ahead.cuh"
 #include "fma/loads_ahead.cuh"
 #include "fma/query_rows.cuh"
@@ -60,38 +63,44 @@ __device__ __forceinline__ void softmax_step(Scores& s, Rows& rows, Output& acc,
     });
 }
 
-using Ahead = BiasesAhead<(ROWS <= 4)>;                     // with more, registers run out
+constexpr bool BIASES_IN_P = STAGES_BIASES && WEIGHT_KEYS == BLOCK_K;
+using Ahead = BiasesAhead<(ROWS <= 4 && !BIASES_IN_P)>;     // with more, registers run out
 
-// S becomes the scores of score_mod.cuh. The lane's first are of first_query and first_key.
+// S becomes the scores of score_mod.cuh. The lane's first are of first_query and first_key. rows:
+// the warp's of p.
 __device__ __forceinline__ void apply_score_mod(
-    Scores& s, const ScoreMod<float>& score_mod, const Ahead& biases_ahead, int first_query,
-    int first_key, int shift) {
-    biases_ahead.use();
-    if constexpr (BIAS && ROWS * (KEYS + COLUMNS) < 128)    // with more numbers 14 % slower
-        if (score_mod.has_row(first_key + (KEYS - 1) * LANE_COLUMNS)) {
-            #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const int query = first_query + i * LANE_ROWS;
-                const float distance = static_cast<float>(query + shift - first_key);
-                const Bias* biases = score_mod.row_of_bias(query, first_key);
-                #pragma unroll
-                for (int j = 0; j < KEYS; ++j)
-                    s[i][j] = score_mod.score(
-                        s[i][j], to_accumulator(biases[j * LANE_COLUMNS]),
-                        distance - static_cast<float>(j * LANE_COLUMNS), query,
-                        first_key + j * LANE_COLUMNS);
-            }
-            return;
-        }
-    #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const int query = first_query + i * LANE_ROWS;
-        const float distance = static_cast<float>(query + shift - first_key);
+    Scores& s, const ScoreMod<float>& score_mod, const float (*rows)[WEIGHT_KEYS + 8],
+    int first_query, int first_key, int shift) {
+    const auto apply = [&](auto bias_of) {
         #pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-            s[i][j] = score_mod.score(s[i][j], distance - static_cast<float>(j * LANE_COLUMNS),
-                                      query, first_key + j * LANE_COLUMNS);
-    }
+        for (int i = 0; i < ROWS; ++i) {
+            const int query = first_query + i * LANE_ROWS;
+            const float distance = static_cast<float>(query + shift - first_key);
+            const auto biases = bias_of(i, query);
+            #pragma unroll
+            for (int j = 0; j < KEYS; ++j)
+                s[i][j] = score_mod.score(
+                    s[i][j], biases(j * LANE_COLUMNS),
+                    distance - static_cast<float>(j * LANE_COLUMNS), query,
+                    first_key + j * LANE_COLUMNS);
+        }
+    };
+    if constexpr (BIASES_IN_P)
+        return apply([&](int i, int) {
+            const float* row = rows[lane_row() + i * LANE_ROWS] + lane_column();
+            return [=](int key) { return row[key]; };
+        });
+    if constexpr (BIAS && ROWS * (KEYS + COLUMNS) < 128)    // with more numbers 14 % slower
+        if (score_mod.has_row(first_key + (KEYS - 1) * LANE_COLUMNS))
+            return apply([&](int, int query) {
+                const Bias* row = score_mod.row_of_bias(query, first_key);
+                return [=](int key) { return to_accumulator(row[key]); };
+            });
+    apply([&](int, int query) {
+        return [&score_mod, query, first_key](int key) {
+            return score_mod.bias_of(query, first_key + key);
+        };
+    });
 }
 
 // S = -inf where the query does not see the key, and -S if scale < 0: the softmax takes |scale|.
@@ -104,6 +113,31 @@ __device__ __forceinline__ void apply_mask(Scores& s, const LaneVisibility& visi
             if (NEGATE_SCORES) s[i][j] = -s[i][j];
             if (MASKED && !visible(i, lane_column() + j * LANE_COLUMNS)) s[i][j] = -infinity();
         }
+}
+
+// The scores of key tile `tile`, whose K is there; its V loads meanwhile, and is complete for the
+// calling thread.
+template <bool MASKED>
+__device__ __forceinline__ void compute_scores(
+    Scores& s, SharedPlan& shared, const KeyLoader<SharedPlan>& loader,
+    const ScoreMod<float>& score_mod, const LaneVisibility& visible, int tile, int warp_row) {
+    const int k_start = tile * BLOCK_K, q_start = visible.first_query - warp_row - lane_row();
+    float (*const rows)[WEIGHT_KEYS + 8] = shared.p.at + warp_row;
+    if constexpr (BIASES_IN_P)                              // with V; the last weights are used
+        load_biases<OneWarp, WARP_ROWS, BLOCK_K>(rows, score_mod, q_start + warp_row, k_start);
+    loader.load_v(tile);
+    const Ahead biases(score_mod, q_start, k_start);
+    gemm_abt<ROWS <= 4 ? 2 : 1>(s, shared.q, warp_row, shared.k, 0);
+    if constexpr (BIASES_IN_P) {
+        cp_async_wait<0>();                                 // V, and the lane's part of biases
+        __syncwarp();
+    }
+    biases.use();
+    if constexpr (!LINEAR)
+        apply_score_mod(s, score_mod, rows, visible.first_query, k_start + lane_column(),
+                        loader.shape.seqlen_k - loader.shape.seqlen_q);
+    apply_mask<MASKED>(s, visible);
+    if constexpr (!BIASES_IN_P) cp_async_wait<0>();
 }
 
 // acc += P V. The warp exchanges P through shared memory, WEIGHT_KEYS columns at a time. visible(i,
@@ -225,14 +259,7 @@ forward_fma(const __grid_constant__ Arguments call_args) {
         Scores s;
         cp_async_wait<0>();
         __syncthreads();
-        loader.load_v(tile);
-        const Ahead biases(options.score_mod, q_start, k_start);
-        gemm_abt<ROWS <= 4 ? 2 : 1>(s, shared.q, warp_row, shared.k, 0);
-        if constexpr (!LINEAR)
-            apply_score_mod(s, options.score_mod, biases, first_query, k_start + lane_column(),
-                            shape.seqlen_k - shape.seqlen_q);
-        apply_mask<MASKED>(s, visible);
-        cp_async_wait<0>();
+        compute_scores<MASKED>(s, shared, loader, options.score_mod, visible, tile, warp_row);
         const bool nonfinite = barrier_or_nonfinite<MASKED>(shared.v);
         next = pair_mask.key_tile_before(q_start / BLOCK_Q, tile, tiles.first);
         if (SKIPS_TILES ? next >= tiles.first : tile > tiles.first) loader.load_k(next);

@@ -42,6 +42,19 @@ __device__ __forceinline__ void add_to_dq(
     const Strides stride = arrays.dq_stride;
     const bool aligned = rows_aligned(arrays.dq, stride);
     float* dq = static_cast<float*>(arrays.dq) + batch * stride.batch + head * stride.head;
+    if (aligned && shape.head_dim == HEAD_DIM && q_start + BLOCK_Q <= shape.seqlen_q) {
+        dq += (q_start + QueryGrid::first_row() + lane_row()) * stride.token
+            + (QueryGrid::first_column() + lane_column() * CHUNK);
+        #pragma unroll
+        for (int i = 0; i < QueryGrid::WARP_ROWS / LANE_ROWS; ++i) {
+            #pragma unroll
+            for (int n = 0; n < QueryGrid::WARP_COLUMNS / LANE_COLUMNS; n += CHUNK)
+                reduce_add_4(dq + n * 8,
+                             {sums[i][n], sums[i][n + 1], sums[i][n + 2], sums[i][n + 3]});
+            dq += LANE_ROWS * stride.token;
+        }
+        return;
+    }
     #pragma unroll
     for (int i = 0; i < QueryGrid::WARP_ROWS / LANE_ROWS; ++i) {
         const int query = q_start + QueryGrid::first_row() + lane_row() + i * LANE_ROWS;

@@ -13,7 +13,12 @@ inline void clear_sums(const Arguments& args) {
     const i64 threads = i64(gridDim.x) * NUM_THREADS;
     if constexpr (ADDS_TO_DQ) {
         Element* dq = static_cast<Element*>(arguments.dq);
-        for (i64 i = thread; i < heads * shape.seqlen_q * shape.head_dim; i += threads) dq[i] = {};
+        constexpr int CHUNK = 16 / sizeof(Element);
+        const i64 count = heads * shape.seqlen_q * shape.head_dim;
+        const i64 chunks = reinterpret_cast<u64>(dq) % 16 == 0 ? count / CHUNK : 0;
+        for (i64 i = thread; i < chunks; i += threads)
+            reinterpret_cast<float4*>(dq)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (i64 i = chunks * CHUNK + thread; i < count; i += threads) dq[i] = {};
     } else {
         float4* sums = static_cast<float4*>(arguments.dq_sum);
         for (i64 i = thread; i < tiles * (BLOCK_Q * DQ_COLUMNS / 4); i += threads)

@@ -14,6 +14,7 @@
 // Bound by memory: O, dO and ddO read once.
 #include "common/elements.cuh"
 #include "prepare/clear_sums.cuh"
+#include "prepare/token_rows.cuh"
 
 using Real = Accumulator<Element>;
 
@@ -35,10 +36,8 @@ double_backward_delta(const __grid_constant__ Arguments args) {
     if constexpr (DQ_COLUMNS > 0 || ADDS_TO_DQ) clear_sums(args);
     const Shape& shape = arrays.shape;
     const int lane = threadIdx.x % LANES;
-    const i64 row = i64(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES;
-    const i64 head = row % shape.num_heads_q;
-    const i64 query = row / shape.num_heads_q % shape.seqlen_q;
-    const i64 batch = row / shape.num_heads_q / shape.seqlen_q;
+    const auto [batch, query, head] = token_row(
+        i64(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES, shape);
     const bool exists = batch < shape.batch;                // no return: all lanes join the sums
     const int columns = exists ? shape.head_dim_v : 0;
 

@@ -11,8 +11,9 @@
 //
 // Constants: Element, NUM_THREADS, LANES, BLOCK_Q, BLOCK_K, HEAD_DIM; DQ_COLUMNS of a row of the
 // sums of dQ, 0 if there are none; DQ_SEMAPHORES, semaphores of a query tile, 0 if dQ is not
-// DETERMINISTIC; INTEGER_DQ, and if so its CAUSAL; DLSE; Arguments, the type of the kernel's
-// argument, and the options (docs/guide/options.md). No shared memory.
+// DETERMINISTIC; PART_SEMAPHORES of a key tile (backward_parts.cuh); INTEGER_DQ, and if so
+// its CAUSAL; DLSE; Arguments, the type of the kernel's argument, and the options
+// (docs/guide/options.md). No shared memory.
 //
 // Bound by memory: O and dO read once, the sums written once.
 #include "sm90/semaphores.cuh"
@@ -33,8 +34,8 @@ __device__ __forceinline__ void clear_sums(const Arguments& args) {
     for (int i = threadIdx.x; i < BLOCK_Q * DQ_COLUMNS / 4; i += NUM_THREADS)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int thread = blockIdx.x * NUM_THREADS + threadIdx.x, threads = gridDim.x * NUM_THREADS;
-    const i64 num_flags = recompute_flag(args, {0, 0, arguments.shape.batch})
-                        - arguments.recompute_flags;
+    const i64 num_flags = (recompute_flag(args, {0, 0, arguments.shape.batch})
+                           - arguments.recompute_flags) * (1 + PART_SEMAPHORES);
     if (thread == 0) *arguments.tile_counter = 0;
     for (i64 i = thread; i < num_flags; i += threads) arguments.recompute_flags[i] = 0;
     for (i64 i = thread; i < i64(gridDim.x) * DQ_SEMAPHORES; i += threads)

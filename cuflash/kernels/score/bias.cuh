@@ -45,6 +45,11 @@ template <class Real> struct HeadBias {
         else
             return 0;
     }
+    // Whether each query's biases of four keys from a multiple of 4 on are 16 aligned bytes.
+    bool has_quads() const {
+        return bias_stride_k == 1 && bias_stride_q % 4 == 0
+            && reinterpret_cast<u64>(bias) % 16 == 0;
+    }
     // Whether keys up to this one are within the array, and neighbours in memory.
     bool has_row(int key) const { return bias_stride_k == 1 && key <= last_key; }
     // With has_row: the biases of a query, from `key` on.

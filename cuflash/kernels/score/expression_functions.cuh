@@ -32,6 +32,11 @@ template <class A, class B> inline auto add(A a, B b) {
         using T = Common<A, B>;
         const Interval<Ends<T>> u = interval<Ends<T>>(interval<T>(a));
         const Interval<Ends<T>> v = interval<Ends<T>>(interval<T>(b));
+        if constexpr (Same<T, int>::value) {                // sums of 64 bits do not overflow
+            const i64 low = u.low + v.low, high = u.high + v.high;
+            const bool fits = low == static_cast<int>(low) && high == static_cast<int>(high);
+            return fits ? Interval<T>{static_cast<int>(low), static_cast<int>(high)} : unknown<T>();
+        }
         const double least = double(u.low) + double(v.low), most = double(u.high) + double(v.high);
         if (!IS_REAL<T> && !(least > -9.0e18 && most < 9.0e18)) return unknown<T>();
         return bounded<T>(u.low + v.low, u.high + v.high, least, most);
@@ -79,9 +84,12 @@ template <class T> inline T multiply_add(T a, T b, T c) { return fma(a, b, c); }
 // a b; 0 where a is, though b may be infinite or NaN.
 template <class T> inline T product_if(T a, T b) { return a == T(0) ? a : a * b; }
 
-template <class A, class B> inline auto divide(A a, B b) {
-    if constexpr (NUMBERS<A, B>) return a / b;
-    else {
+// FAST: of 16-bit elements, to some 2^-22 of the result. A b beyond 2^126 counts as infinite.
+template <bool FAST, class A, class B> inline auto divide(A a, B b) {
+    if constexpr (NUMBERS<A, B>) {
+        if constexpr (FAST) return a * reciprocal_approx(b);
+        else return a / b;
+    } else {
         using T = Common<A, B>;
         const Interval<T> u = interval<T>(a), v = interval<T>(b);
         if (!bounds(u) || !bounds(v) || (v.low <= T(0) && v.high >= T(0))) return unknown<T>();

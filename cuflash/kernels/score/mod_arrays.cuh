@@ -19,25 +19,26 @@ template <class To, class T> inline To element(T x) {
     else return static_cast<To>(x);
 }
 
+// What holds all of several indices: 32 bits if all have as many.
+template <bool> struct IntOf { using type = i64; using Unsigned = u64; };
+template <> struct IntOf<true> { using type = int; using Unsigned = u32; };
+template <class... Index> using Ints = IntOf<(Same<Number<Index>, int>::value && ...)>;
+
 // Of AXES indices, where the element lies, and whether inside.
 struct Place { i64 offset; bool inside; };
 template <int AXES, class T, class... Index>
 inline Place place(const ModArray<T, AXES>& array, Index... given) {
-    const i64 indices[] = {static_cast<i64>(given)...};
+    using Int = typename Ints<Index...>::type;
+    using Unsigned = typename Ints<Index...>::Unsigned;
+    const Int indices[] = {static_cast<Int>(given)...};
     Place found{0, true};
     #pragma unroll
     for (int axis = 0; axis < AXES; ++axis) {
-        const i64 index = indices[axis] + (indices[axis] < 0 ? array.size[axis] : 0);
-        found.inside &= static_cast<u64>(index) < static_cast<u64>(array.size[axis]);
+        const Int index = indices[axis] + (indices[axis] < 0 ? array.size[axis] : 0);
+        found.inside &= static_cast<Unsigned>(index) < static_cast<Unsigned>(array.size[axis]);
         found.offset += index * array.stride[axis];
     }
     return found;
-}
-// The same for 32-bit indices.
-template <class T> inline Place place(const ModArray<T, 1>& array, int given) {
-    const int index = given + (given < 0 ? array.size[0] : 0);
-    return {index * array.stride[0],
-            static_cast<u32>(index) < static_cast<u32>(array.size[0])};
 }
 
 // One element, 0 outside.
@@ -130,35 +131,43 @@ template <class Index> inline i64 last_of(Index x) {
 
 // array[index, ...]: a number; of ranges of indices an interval. WHOLE_WARP looks at the slice if
 // one index at most has a range of several, inside the array; without it, only single elements are
-// known. INSIDE: the indices of a number are known to be.
-template <class To, bool WHOLE_WARP, bool INSIDE = false, class T, int AXES, class... Index>
+// known, and none OVER_KEYS, whose indices depend on the key, of which a tile has several. INSIDE:
+// the indices of a number are known to be.
+template <class To, bool WHOLE_WARP, bool INSIDE = false, bool OVER_KEYS = false, class T, int AXES,
+          class... Index>
 inline auto gather(const ModArray<T, AXES>& array, Index... index) {
     static_assert(sizeof...(Index) == AXES, "an index for each axis");
     if constexpr (NUMBERS<Index...> && INSIDE) {
         return element<To>(at(array, index...));
     } else if constexpr (NUMBERS<Index...>) {
         return read<To>(array, place(array, index...));
+    } else if constexpr (OVER_KEYS && !WHOLE_WARP) {
+        return nothing_known<To>();
     } else if constexpr (WHOLE_WARP && AXES == 1) {
         return as_ends<To>(slice<To>(
             array.data, array.stride[0], array.size[0], first_of(index)..., last_of(index)...));
     } else {
         using End = typename EndOf<To>::type;
-        const i64 first[] = {first_of(index)...}, last[] = {last_of(index)...};
+        using Int = typename Ints<Index...>::type;
+        const Int first[] = {static_cast<Int>(first_of(index))...};
+        const Int last[] = {static_cast<Int>(last_of(index))...};
         int ranging = 0, count = 1;                         // axes with ranges; elements of one
         i64 stride = 0;
         Place at{0, true};
         #pragma unroll
         for (int axis = 0; axis < AXES; ++axis) {
-            i64 here = first[axis];
+            Int here = first[axis];
             if (here != last[axis]) {
                 if (here < 0 || last[axis] >= array.size[axis]) return nothing_known<To>();
+                // So that the difference does not overflow.
                 if (last[axis] - here >= LONGEST_SLICE) return nothing_known<To>();
                 ++ranging;
                 count = static_cast<int>(last[axis] - here) + 1;
                 stride = array.stride[axis];
             }
             here += here < 0 ? array.size[axis] : 0;
-            at.inside &= static_cast<u64>(here) < static_cast<u64>(array.size[axis]);
+            at.inside &= static_cast<typename Ints<Index...>::Unsigned>(here)
+                       < static_cast<typename Ints<Index...>::Unsigned>(array.size[axis]);
             at.offset += here * array.stride[axis];
         }
         if (ranging > 1) return nothing_known<To>();

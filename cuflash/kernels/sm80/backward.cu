@@ -62,7 +62,7 @@ __device__ __forceinline__ u32 ds_tile(SharedPlan& shared) {
 struct QueryLoader {
     const Arguments& args;
     const BackwardArguments& arrays;
-    const QueryOrder& order;
+    const BackwardOrder& order;
     Strides q_stride, dout_stride;
     int tiles_of_head;
     const u16 *q, *dout;                                    // this thread's first chunk
@@ -71,7 +71,7 @@ struct QueryLoader {
     int next_tile;
 
     __device__ __forceinline__ QueryLoader(
-        const Arguments& args, const QueryOrder& order, TileCoord coord, int first_head,
+        const Arguments& args, const BackwardOrder& order, TileCoord coord, int first_head,
         int group_size)
         : args(args), arrays(arrays_of(args)), order(order), q_stride(arrays.q_stride),
           dout_stride(arrays.dout_stride), tiles_of_head(order.tiles.end - order.tiles.first) {
@@ -259,6 +259,7 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     const int num_q_tiles = num_query_tiles(call_args, BLOCK_Q);
     const int group_size = call_shape.num_heads_q / call_shape.num_heads_kv;
     TileCoord coord = key_tile_of_block(call_args, num_k_tiles, shared_bytes);
+    const bool descends = order_key_tile<IN_SECTIONS>(call_args, num_k_tiles, coord);
     const auto sequence = sequence_of_block<true>(call_args, coord.tile, BLOCK_K, false);
     if (!sequence.has_tile) return;
     const Arguments& args = sequence_arguments(call_args, sequence, BLOCK_Q, BLOCK_Q * HEAD_DIM);
@@ -268,10 +269,9 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     ScoreTile score_tile(args, coord.batch, coord.tile);
     const QueryTiles tiles = score_tile.mask.query_tiles(k_start, BLOCK_Q, BLOCK_K);
     score_tile.set_group(coord.head * group_size);
-    const QueryOrder order(score_tile.pair_mask, tiles, coord.tile);
+    const BackwardOrder order(score_tile.pair_mask, tiles, coord.tile, descends);
     const int first_head = coord.head * group_size;
     QueryLoader loader(args, order, coord, first_head, group_size);
-
     KeyGrid::Fragments dk;
     ValueGrid::Fragments dv;
     set_zero(dk);
@@ -283,7 +283,7 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
     // Main loop, one query tile per iteration. Its Q and dO are on their way to `stage`; the other
     // stage is free once all warps are past the first barrier.
     int stage = 0;
-    BackwardSemaphore dq_semaphore;
+    BackwardSemaphore dq_semaphore{descends};
     bool lacks_nonfinite = false;                           // the same in all threads
     const auto iterate = [&](auto masked, int head, int tile) {
         constexpr bool MASKED = masked.value;
@@ -306,8 +306,8 @@ backward_sm80(const __grid_constant__ Arguments call_args) {
             __syncthreads();
             loader.load_q(shared);
         }
-        add_dq<MASKED>(dq_semaphore, arrays, score_tile, coord, head, tile, num_q_tiles, ds_smem,
-                       k_smem, k_nonfinite);
+        add_dq<MASKED>(dq_semaphore, arrays, score_tile, order, coord, head, tile, num_q_tiles,
+                       ds_smem, k_smem, k_nonfinite);
         if constexpr (!LOADS_IN_TURN) add_dk<MASKED>(dk, ds_smem, q_smem, nonfinite);
         if (NUM_STAGES == 2) stage ^= 1;
         if (NUM_STAGES == 1 && !LOADS_IN_TURN) {

@@ -13,8 +13,30 @@
 constexpr int DQ_SLICE = QueryGrid::M_TILES * QueryGrid::N_TILES > 8 && QueryGrid::N_TILES % 4 == 0
                        ? QueryGrid::N_TILES / 2 : QueryGrid::N_TILES;
 
-using BackwardSemaphore =
-    DqSemaphore<WholeBlock, !(CAUSAL || WINDOW || SKIPS_TILES || PACKED)>;
+// All key tiles of a head visit the same query tiles, or, if CAUSAL, those after their first one.
+constexpr bool AHEAD = DETERMINISTIC && !(WINDOW || SKIPS_TILES || PACKED);
+constexpr bool IN_SECTIONS = AHEAD && CAUSAL;
+using BackwardOrder = QueryOrder<IN_SECTIONS>;
+using BackwardSemaphore = DqSemaphore<WholeBlock, AHEAD>;
+
+// The place of the block's addition to query tile q_tile.
+__device__ __forceinline__ DqPlace dq_place(
+    const ScoreTile& score_tile, const BackwardOrder& order, int q_tile, int num_q_tiles) {
+    if constexpr (!AHEAD) {
+        const int rank = score_tile.dq_rank(q_tile, order.k_tile);
+        return {rank, rank > 0};
+    }
+    DqPlace place = {order.k_tile, order.k_tile > 0, q_tile == order.first,
+                     order.descends ? q_tile : num_q_tiles - 1 - q_tile};
+    if (IN_SECTIONS && !order.descends) {                   // from the last keys on
+        const auto& mask = score_tile.mask;
+        const int start_before = (order.k_tile + 1) * BLOCK_K;
+        place.rank = (mask.seqlen_k - 1) / BLOCK_K - order.k_tile;
+        place.has_predecessor =
+            place.rank > 0 && q_tile >= mask.query_tiles(start_before, BLOCK_Q, BLOCK_K).first;
+    }
+    return place;
+}
 
 // D += A B over the queries or keys of a tile, for the warp's rows and columns of D. A is P^T or
 // dS^T and B is dO or Q; with QUERY_ROWS, A is dS and B is K. A's keys begin at column A_COLUMN of
@@ -52,8 +74,8 @@ __device__ __forceinline__ void add_dk(
 template <bool MASKED>
 __device__ __forceinline__ void add_dq(
     BackwardSemaphore& dq_semaphore, const BackwardArguments& arrays, const ScoreTile& score_tile,
-    TileCoord coord, int head, int q_tile, int num_q_tiles, u32 ds_smem, u32 k_smem,
-    bool k_nonfinite) {
+    const BackwardOrder& order, TileCoord coord, int head, int q_tile, int num_q_tiles,
+    u32 ds_smem, u32 k_smem, bool k_nonfinite) {
     const i64 index = query_tile_index(arrays, coord.batch, head, num_q_tiles, q_tile);
     int* semaphore = arrays.dq_semaphores + index;
     float* sum = dq_sum_tile(arrays.dq_sum, index) + dq_sum_first(threadIdx.x);
@@ -65,8 +87,7 @@ __device__ __forceinline__ void add_dq(
             dq, ds_smem, k_smem, QueryGrid::first_row(), QueryGrid::first_column() + first * 8,
             k_nonfinite);
         if (first == 0)
-            dq_semaphore.wait(
-                semaphore, score_tile.dq_rank(q_tile, coord.tile), q_tile, num_q_tiles);
+            dq_semaphore.wait(semaphore, dq_place(score_tile, order, q_tile, num_q_tiles));
         #pragma unroll
         for (int m = 0; m < QueryGrid::M_TILES; ++m)
             #pragma unroll

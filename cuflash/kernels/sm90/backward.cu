@@ -21,6 +21,7 @@
 //     backward_pair_bits.cuh      masks and dropout as one bit per pair
 //     backward_score_mod.cuh      softcap, ALiBi, bias and dbias
 //     backward_epilogue.cuh       dK and dV of a work tile
+//     backward_parts.cuh          their sums over the parts of a key tile
 //     backward_integer_dq.cuh     parts of dQ as integers
 //     backward_dq_writers.cuh     the writer warps
 //     backward_owned_dq.cuh       dQ of a block that has all keys of a head
@@ -45,16 +46,18 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; OWNED_DQ and
-// HEADS_INNERMOST (backward_scheduler.cuh); SCORE_BENDS: the user's function of scores has a slope
-// other than 1; SCORES_TWICE: compute_ds() computes scores again, because their gradients are also
-// added to sums of dbias or of the user's arrays, before they are multiplied by slopes, and
-// registers hold no more than P; Arguments and the options (docs/guide/options.md).
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; OWNED_DQ,
+// HEADS_INNERMOST, GROUP_PARTS and TAIL_PARTS (backward_scheduler.cuh); PART_SEMAPHORES:
+// CONSUMER_WARPS if HAS_PARTS, else 0; SCORE_BENDS: the user's function of scores has a slope other
+// than 1; SCORES_TWICE: compute_ds() computes scores again, because their gradients are also added
+// to sums of dbias or of the user's arrays, before they are multiplied by slopes, and registers
+// hold no more than P; Arguments and the options (docs/guide/options.md).
 // Shared memory, barriers, DOUBLE_BUFFERED_K: backward_shared.cuh.
 //
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
 // tiles with a non-finite dK or dV are flagged, and finish/dq.cu recomputes such rows.
 #include "sm90/backward_epilogue.cuh"
+#include "sm90/backward_parts.cuh"
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_dq_writers.cuh"
 #include "sm90/backward_owned_dq.cuh"
@@ -212,18 +215,20 @@ __device__ __forceinline__ void store_gradients(
     else mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
     barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
 
+    // A branch around all that follows instead made kernels spill.
+    const bool are_stored = sum_parts(args, work, dk, dv);
     const int key = work.tile * BLOCK_K + thread / 32 * 16;
     const u32 staging = shared_address(&shared.staging[warpgroup]);
     bool finite = store_gradient(args.dv_map, work, key, staging, dv, 1.0f, arrays.dv,
-                                 arrays.dv_stride, shape.head_dim_v);
+                                 arrays.dv_stride, shape.head_dim_v, are_stored);
     if (DOUBLE_BUFFERED_K) shared.wait_k_read(state);
     else if (!BOTH_FIT) tma_store_wait_read<0>();
     __syncwarp();
     const u32 dk_tile = DOUBLE_BUFFERED_K ? shared.k_tile(state) + warpgroup * DK_BYTES
                                           : staging + (BOTH_FIT ? DV_BYTES : 0);
     finite &= store_gradient(args.dk_map, work, key, dk_tile, dk, static_cast<float>(arrays.scale),
-                             arrays.dk, arrays.dk_stride, shape.head_dim);
-    if (MASKED && !finite) *recompute_flag(args, flag_coord(work)) = 1;
+                             arrays.dk, arrays.dk_stride, shape.head_dim, are_stored);
+    if (MASKED && !finite && are_stored) *recompute_flag(args, flag_coord(work)) = 1;
     __syncwarp();
     if (!DOUBLE_BUFFERED_K) tma_store_wait_read<0>();
 }
@@ -393,7 +398,8 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             .lane_grid = lane_grid, .issue_dq = issue_dq, .issue_previous_dq = issue_previous_dq};
 
         const int head = MASK_MOD ? work.head : 0;          // read where tiles depend on it
-        int remaining = QueryTileIterator(args, tiles, {k_tile, head, batch}).remaining;
+        int remaining =
+            QueryTileIterator(args, tiles, {k_tile, head, batch}, part_of(work)).remaining;
         if (OWNED_DQ && !DEFERRED_DQ) give_staging(shared, state, warpgroup);
         for (; remaining > 0; --remaining) iterate(remaining == 1);
 

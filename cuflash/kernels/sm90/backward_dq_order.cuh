@@ -33,15 +33,15 @@ template <int PARTS> struct DqOrder {
         const Arguments& args, Shared& shared, int part) {
         const int lane = threadIdx.x % 32;
         Stage stage;
-        for_each_iteration(args, shared, [&](int query_tile, int rank, bool has_predecessors) {
-            int* semaphore = dq_semaphores(args, query_tile) + part;
+        for_each_iteration<1>(args, shared, [&](DqAddition at) {
+            int* semaphore = dq_semaphores(args, at.semaphore) + part;
             // Predecessors have smaller indices and have started: the wait ends (next_index).
-            if (lane == 0 && has_predecessors) while (load_acquire(semaphore) != rank) {}
+            if (lane == 0 && at.acquires) while (load_acquire(semaphore) != at.rank) {}
             __syncwarp();
             mbarrier_arrive_if(lane == 0, barrier_at(acquired[part], stage.index));
             mbarrier_wait(barrier_at(added[part], stage.index), stage.phase);
             __syncwarp();
-            if (lane == 0) store_release(semaphore, rank + 1);
+            if (lane == 0 && at.releases) store_release(semaphore, at.rank + 1);
             __syncwarp();
             stage.next();
         });

@@ -25,11 +25,12 @@ __device__ __forceinline__ void store_last_rows(
 constexpr int gradient_bytes(int columns) { return 64 * num_panels(columns) * PANEL_ROW_BYTES; }
 
 // Scales and rounds the warp's 16 rows of dK or dV, from `key` on, and stores them to `array`
-// through its warpgroup's tile of 64 rows. Returns whether the lane's elements are all finite.
+// through its warpgroup's tile of 64 rows; to that tile alone if not `is_stored`. Returns whether
+// the lane's elements are all finite.
 template <int COUNT>
 __device__ __forceinline__ bool store_gradient(
     const TensorMap& map, const WorkTile& work, int key, u32 tile, float (&gradient)[COUNT],
-    float scale, void* array, const Strides& stride, int num_columns) {
+    float scale, void* array, const Strides& stride, int num_columns, bool is_stored) {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
     bool finite = true;
     #pragma unroll
@@ -46,7 +47,7 @@ __device__ __forceinline__ bool store_gradient(
     if constexpr (PACKED)
         if (by_rows)
             store_last_rows<COUNT * 2>(work, key, tile, warp_row, array, stride, num_columns);
-    if (lane == 0 && !by_rows)
+    if (lane == 0 && !by_rows && is_stored)
         tma_store_tile<64, COUNT * 2>(
             map, tile, warp_row, sequence_of(work).first_k + key, work.head, work.batch);
     __syncwarp();

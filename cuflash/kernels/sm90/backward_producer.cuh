@@ -51,7 +51,6 @@ __device__ __forceinline__ void load_query_tile(
 // requested before a tile's last query tile, which hides its latency.
 template <class Shared>
 __device__ __forceinline__ void produce_queries(const Arguments& args, Shared& shared) {
-    const Shape& shape = args.arrays.shape;
     const bool is_elected = !WARP_PRODUCER || threadIdx.x % 32 == 0;
     const int num_k_tiles = num_key_tiles(args, BLOCK_K);
     PipelineState<STAGES> stage;
@@ -59,15 +58,16 @@ __device__ __forceinline__ void produce_queries(const Arguments& args, Shared& s
     for (int index = first_index(args, num_k_tiles);; ++state.count) {
         WorkTile packed = {};
         skip_empty_slots(args, index, num_k_tiles, packed);
-        const bool ended = index >= num_k_tiles * shape.num_heads_kv * shape.batch;
+        const bool ended = index >= num_indices(args, num_k_tiles);
         WorkTile work = {-1, 0, 0};
         if (!ended && PACKED) work = packed;
-        if (!ended && !PACKED) static_cast<TileCoord&>(work) = tile_at(args, num_k_tiles, index);
+        if (!ended && !PACKED) set_tile(args, num_k_tiles, index, work);
         if (!ended && LAST_KEYS_FIRST) order_keys(args, num_k_tiles, work);
         if (is_elected) publish_work_tile(shared, state, work);
         if (ended) return;
 
-        QueryTileIterator it(args, query_tiles(args, work.tile, sequence_of(work)), work);
+        QueryTileIterator it(
+            args, query_tiles(args, work.tile, sequence_of(work)), work, part_of(work));
         for (; it.remaining > 0; it.next(args, work), stage.next()) {
             if (WARP_PRODUCER) __syncwarp();
             if (!is_elected) continue;

@@ -20,14 +20,14 @@ constexpr int SEMAPHORE_ACQUIRED = 1, DQ_ADDED = 2, SEMAPHORE_THREADS = WARPGROU
 template <class Shared>
 __device__ __forceinline__ void order_dq_additions(const Arguments& args, Shared& shared) {
     const int lane = threadIdx.x % 32;
-    for_each_iteration(args, shared, [&](int query_tile, int rank, bool has_predecessors) {
-        int* semaphore = dq_semaphores(args, query_tile);
+    for_each_iteration<1>(args, shared, [&](DqAddition at) {
+        int* semaphore = dq_semaphores(args, at.semaphore);
         // Predecessors have smaller indices and have started: the wait ends (next_index).
-        if (lane == 0 && has_predecessors) while (load_acquire(semaphore) != rank) {}
+        if (lane == 0 && at.acquires) while (load_acquire(semaphore) != at.rank) {}
         __syncwarp();
         barrier_arrive(SEMAPHORE_ACQUIRED, SEMAPHORE_THREADS);
         barrier_sync(DQ_ADDED, SEMAPHORE_THREADS);
-        if (lane == 0) store_release(semaphore, rank + 1);  // covers additions before the barrier
+        if (lane == 0) store_release(semaphore, at.rank + 1);   // covers additions before it
         __syncwarp();
     });
 }

@@ -18,6 +18,15 @@
 // OWNED_DQ: a block takes a head, and all its key tiles in turn, the last ones first, so that the
 // first query tiles, which few of them see, are complete last (backward_owned_dq.cuh).
 //
+// Parts (no order of dQ's sums): a work tile may have some of a key tile's iterations. The parts of
+// a key tile hand on sums of dK and dV (backward_parts.cuh). The first parts of many key tiles come
+// first, then their second ones, so a part seldom waits for the one before it.
+// - GROUP_PARTS > 1 (CAUSAL): as many parts, of equal numbers of query heads of the group, so that
+//   fewer heads are read at a time: they stay in L2.
+// - TAIL_PARTS > 1 (not CAUSAL): key tiles take equally long, and their number is seldom a multiple
+//   of that of blocks. Those that are left once all blocks have had equally many have that many
+//   parts, so that all blocks have work until the end.
+//
 // SharedPlan has work_tiles[WORK_STAGES] and their barriers: work_full, an arrival of the thread
 // that publishes; work_empty, an arrival of each warp that reads.
 #pragma once
@@ -42,12 +51,20 @@ struct WorkState {
 
 // A key tile of a packed sequence, counted among the sequence's tiles.
 struct SequenceTile : TileCoord, Sequence {};
-template <bool> struct WorkTileOf { using type = TileCoord; };
-template <> struct WorkTileOf<true> { using type = SequenceTile; };
-using WorkTile = WorkTileOf<PACKED>::type;                  // `tile` is -1 after the last
+// Part `part` of `parts` of a key tile's iterations; sums: the number of its sums of dK and dV.
+struct Part { int part, parts, sums; };
+struct PartTile : TileCoord, Part {};
+constexpr bool HAS_PARTS = GROUP_PARTS > 1 || TAIL_PARTS > 1;
+template <bool, bool> struct WorkTileOf { using type = TileCoord; };
+template <> struct WorkTileOf<true, false> { using type = SequenceTile; };
+template <> struct WorkTileOf<false, true> { using type = PartTile; };
+using WorkTile = WorkTileOf<PACKED, HAS_PARTS>::type;       // `tile` is -1 after the last
 
 __device__ __forceinline__ NoSequence sequence_of(const TileCoord&) { return {}; }
 __device__ __forceinline__ const Sequence& sequence_of(const SequenceTile& work) { return work; }
+
+__device__ __forceinline__ Part part_of(TileCoord) { return {0, 1, 0}; }
+__device__ __forceinline__ Part part_of(PartTile work) { return work; }
 
 // The tile of a work tile's recompute_flag: packed sequences count all slots.
 __device__ __forceinline__ TileCoord flag_coord(TileCoord work) { return work; }
@@ -70,15 +87,17 @@ __device__ __forceinline__ void release_work_tile(Shared& shared, WorkState stat
 
 // ---- Indices of work tiles ----
 
-// If DETERMINISTIC, a tile waits for tiles of smaller indices, so these must all have been taken by
-// blocks that run. CUDA promises neither an order in which blocks start nor that all are resident
-// at once, so the first index is not blockIdx.x. No deadlock: a block takes its tiles in the order
-// of indices, and the smallest index in progress waits for none.
+// If DETERMINISTIC or HAS_PARTS, a tile waits for tiles of smaller indices, so these must all
+// have been taken by blocks that run. CUDA promises neither an order in which blocks start nor that
+// all are resident at once, so the first index is not blockIdx.x. No deadlock: a block takes its
+// tiles in the order of indices, and the smallest index in progress waits for none.
+constexpr bool WAITS_FOR_TILES = DETERMINISTIC || HAS_PARTS;
+
 __device__ __forceinline__ int next_index(const Arguments& args) {
-    return (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(arrays_of(args).tile_counter, 1);
+    return (WAITS_FOR_TILES ? 0 : gridDim.x) + atomicAdd(arrays_of(args).tile_counter, 1);
 }
 __device__ __forceinline__ int first_index(const Arguments& args) {
-    return DETERMINISTIC ? next_index(args) : blockIdx.x;
+    return WAITS_FOR_TILES ? next_index(args) : blockIdx.x;
 }
 
 // OWNED_DQ: an index counts the key tiles of all heads, head by head.
@@ -130,8 +149,47 @@ __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_ti
         return tile_in_order(index, args.tile_order, num_k_tiles, shape.num_heads_kv,
                              shape.batch, args.arrays.schedule);
     else
-        return tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch,
+        return tile_of_block(index, num_k_tiles, shape.num_heads_kv, shape.batch * GROUP_PARTS,
                              args.arrays.schedule);
+}
+
+// Key tiles that have no parts; the number of indices.
+__device__ __forceinline__ int num_whole_tiles(int num_tiles) {
+    return num_tiles - num_tiles % gridDim.x;
+}
+__device__ __forceinline__ int num_indices(const Arguments& args, int num_k_tiles) {
+    const Shape& shape = arrays_of(args).shape;
+    const int num_tiles = num_k_tiles * shape.num_heads_kv * shape.batch * GROUP_PARTS;
+    if (TAIL_PARTS == 1) return num_tiles;
+    const int whole = num_whole_tiles(num_tiles);
+    return whole + (num_tiles - whole) * TAIL_PARTS;
+}
+
+// The work tile of an index below num_indices().
+__device__ __forceinline__ void set_tile(
+    const Arguments& args, int num_k_tiles, int index, TileCoord& work) {
+    work = tile_at(args, num_k_tiles, index);
+}
+__device__ __forceinline__ void set_tile(
+    const Arguments& args, int num_k_tiles, int index, PartTile& work) {
+    const Shape& shape = arrays_of(args).shape;
+    Part part = {0, 1, 0};
+    if (TAIL_PARTS > 1) {
+        const int num_tiles = num_k_tiles * shape.num_heads_kv * shape.batch;
+        const int whole = num_whole_tiles(num_tiles);
+        if (index >= whole) {
+            const int rest = num_tiles - whole;
+            part = {(index - whole) / rest, TAIL_PARTS, (index - whole) % rest};
+            index = whole + part.sums;
+        }
+    }
+    static_cast<TileCoord&>(work) = tile_at(args, num_k_tiles, index);
+    if (GROUP_PARTS > 1) {                                  // batch counts those of all parts
+        part = {work.batch / shape.batch, GROUP_PARTS, 0};
+        work.batch %= shape.batch;
+        part.sums = (work.batch * shape.num_heads_kv + work.head) * num_k_tiles + work.tile;
+    }
+    static_cast<Part&>(work) = part;
 }
 // If LAST_KEYS_FIRST; it counts keys from the last one where those come first.
 __device__ __forceinline__ void order_keys(
@@ -141,9 +199,14 @@ __device__ __forceinline__ void order_keys(
 
 // ---- Query tiles of a work tile ----
 
+static_assert(!HAS_PARTS || !(WINDOW || PACKED || DETERMINISTIC || SKIPS_TILES || HEADS_INNERMOST),
+              "other calls have an order, or skip tiles");
+static_assert((GROUP_PARTS == 1 || CAUSAL) && (TAIL_PARTS == 1 || !CAUSAL),
+              "key tiles are alike in full calls alone");
 static_assert(!HEADS_INNERMOST || (CAUSAL && !WINDOW && !DETERMINISTIC && !SKIPS_TILES),
               "other calls have an order, or skip tiles");
-static_assert(!OWNED_DQ || !(WINDOW || WARP_PRODUCER || DETERMINISTIC || HEADS_INNERMOST),
+static_assert(!OWNED_DQ || !(WINDOW || WARP_PRODUCER || DETERMINISTIC || HEADS_INNERMOST
+                             || HAS_PARTS),
               "a block visits consecutive tiles, in its own order");
 
 // No query sees keys left of every WINDOW, nor keys of a sequence without queries. The first query
@@ -169,19 +232,26 @@ __device__ __forceinline__ PairMask pair_mask_of(const Arguments& args, TileCoor
     return pair_mask;
 }
 
-// Iterations of a work tile: the query tiles that see it, for each query head of the group, in
+// Iterations of a work tile: its part of the query tiles that see it, for each query head, in
 // ascending order or, LAST_KEYS_FIRST in the last section, descending. Where tiles are skipped by a
 // whole warp, and at least one query tile a head.
 struct QueryTileIterator {
     int first, end;             // [first, end); descending (end, first]; HEADS_INNERMOST: of heads
     int head, tile, remaining;
     __device__ __forceinline__ QueryTileIterator(
-        const Arguments& args, QueryTiles tiles, TileCoord work)
+        const Arguments& args, QueryTiles tiles, TileCoord work,
+        Part part = {0, 1, 0})
         : first(tiles.first), end(tiles.end), tile(tiles.first) {
         const Shape& shape = arrays_of(args).shape;
         const int group_size = shape.num_heads_q / shape.num_heads_kv;
         head = work.head * group_size;
         remaining = group_size * (end - first);
+        if constexpr (HAS_PARTS) {
+            const int begin = remaining * part.part / part.parts;
+            remaining = remaining * (part.part + 1) / part.parts - begin;
+            head += begin / (end - first);
+            tile += begin % (end - first);
+        }
         if (LAST_KEYS_FIRST && !starts_with_last_keys(args, work)) {
             tile = first = tiles.end - 1;
             end = tiles.first - 1;
@@ -228,11 +298,19 @@ __device__ __forceinline__ int query_tile_index(
          + sequence.first_q / BLOCK_Q + sequence.number;
 }
 
-// Calls f(query_tile, rank, has_predecessors) for each of the block's iterations, by a whole warp:
-// query_tile is an index as above. If DETERMINISTIC, the key tiles that add to a query
-// tile's dQ do so in the order of `rank`, without gaps; the first of them has no predecessors.
-template <class Shared, class F>
+// An iteration's addition to dQ. If DETERMINISTIC, the key tiles that add to a query tile's dQ do
+// so in the order of `rank`, without gaps; `semaphore` is the query tile whose semaphore they use.
+struct DqAddition {
+    int query_tile, semaphore, rank;                        // query tiles: indices as above
+    bool acquires, releases;
+};
+
+// Calls f(DqAddition) for each of the block's iterations, by a whole warp. INTERVAL query tiles of
+// a head share the semaphore of the first: a key tile acquires it before it adds to any of them,
+// and releases it after all.
+template <int INTERVAL, class Shared, class F>
 __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared& shared, F f) {
+    static_assert(INTERVAL == 1 || !WINDOW, "predecessors see only a part of the query tiles");
     const int lane = threadIdx.x % 32;
     for (WorkState state;; ++state.count) {
         const WorkTile work = acquire_work_tile(shared, state);
@@ -248,9 +326,18 @@ __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared
         constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
         const int end_before = BOUNDED ? query_tiles(args, work.tile - 1, sequence).end : 0;
         release_work_tile(shared, state, lane == 0);
-        QueryTileIterator it(args, query_tiles(args, work.tile, sequence), work);
-        for (; it.remaining > 0; it.next(args, work))
-            f(query_tile_index(args, sequence, work.batch, it.head, it.tile), rank,
-              rank > 0 && it.tile >= first_before && (!BOUNDED || it.tile < end_before));
+        QueryTileIterator it(args, query_tiles(args, work.tile, sequence), work, part_of(work));
+        for (; it.remaining > 0; it.next(args, work)) {
+            const int of_semaphore = it.tile % INTERVAL;
+            const int step = LAST_KEYS_FIRST && it.end < it.first ? -1 : 1;
+            const int first = step < 0 ? INTERVAL - 1 : 0, last = INTERVAL - 1 - first;
+            const int index = query_tile_index(args, sequence, work.batch, it.head, it.tile);
+            f(DqAddition{
+                index, index - of_semaphore, rank,
+                rank > 0 && (INTERVAL == 1 || of_semaphore == first || it.tile == it.first)
+                    && it.tile - of_semaphore + INTERVAL > first_before
+                    && (!BOUNDED || it.tile < end_before),
+                INTERVAL == 1 || of_semaphore == last || it.tile + step == it.end});
+        }
     }
 }

@@ -16,6 +16,11 @@ __device__ __forceinline__ u64 descriptor(u32 address, int panel_bytes) {
          | (PATTERN_BYTES >> 4) << 32 | SWIZZLE_128;
 }
 
+// The same in a cluster: address bits that say whose shared memory it is are not a descriptor's.
+__device__ __forceinline__ u64 own_descriptor(u32 address, int panel_bytes) {
+    return descriptor(address & 0x3FFFF, panel_bytes);
+}
+
 // The same descriptor with the address `bytes` further: the sum stays in the lower half.
 __device__ __forceinline__ u64 advance(u64 descriptor, int bytes) {
     const u32 low = static_cast<u32>(descriptor) + (bytes >> 4);
