@@ -543,12 +543,6 @@ def _cluster_shared(problem: Problem, tile: Tile) -> int:
     )
 
 
-def _cluster_constants(blocks: int) -> tuple[Constant, ...]:
-    if blocks == 1:
-        return ()
-    return ("CLUSTER_BLOCKS", blocks), ("MULTICAST", True)
-
-
 def _double_buffered_k(problem: Problem, tile: Tile) -> bool:
     """DOUBLE_BUFFERED_K of sm90/backward_shared.cuh.
 
@@ -574,15 +568,15 @@ def _dq_parts(tile: Tile, head_dim: int) -> int:
 # Consumer warps of sm90/backward.cu, each with the sums of 16 keys.
 _CONSUMER_WARPS = 8
 
-# What a part costs apart from its iterations, in iterations, and what handing
-# on sums to the next one does, as measured.
-_PART_COST, _HANDOVER_COST = 5, 1
+# In iterations, as measured: what a part costs apart from its own, and a part
+# for each one before it that runs at the same time, whose sums it waits for.
+_PART_COST, _HANDOVER_COST = 5, 4
 
 # Iterations of a part of a group, with which that costs 8 %.
 _PART_ITERATIONS = 64
 
-# Each number is a kernel of its own.
-_TAIL_PARTS = (1, 2, 3, 5, 8)
+# Each number is a kernel of its own. Of equally good ones the first is taken.
+_TAIL_PARTS = (1, 5, 3, 2)
 
 
 def _may_have_parts(problem: Problem, tile: Tile) -> bool:
@@ -607,7 +601,9 @@ def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
     def cost(parts: int) -> int:
         rounds = ceil_div(rest * parts, device.num_sms)
         of_part = ceil_div(iterations, parts) + _PART_COST
-        return rounds * of_part + (parts > 1) * parts * _HANDOVER_COST
+        together = min(parts, device.num_sms // max(rest, 1))
+        waits = together * (together - 1) // 2
+        return rounds * of_part + waits * _HANDOVER_COST
 
     return min((x for x in _TAIL_PARTS if x <= iterations), key=cost)
 
@@ -799,6 +795,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DOUBLE_BUFFERED_K", _double_buffered_k(problem, tile)),
         ("PART_SEMAPHORES", part_semaphores),
     )  # fmt: skip
+    of_cluster = (("CLUSTER_BLOCKS", together),) if in_clusters else ()
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
@@ -832,7 +829,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("SCORES_TWICE", scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *of_narrow,
-        *_cluster_constants(together),
+        *of_cluster,
         part="_cluster" if in_clusters else wide,
         ptxas_level=tile.ptxas_level,
     )  # fmt: skip

@@ -16,13 +16,13 @@ from helpers.compare import assert_arrays_equal
 from helpers.data import Emulation
 from helpers.dtypes import DTYPES
 
-QUERIES, COLUMNS, CAPACITY = 8, 64, 4352
-# The cases of decode/row_tile.cuh's VisitedTiles, each a sequence: a tree
-# alone; a run that begins with tile 32 or 64, after hidden ones; two runs of
-# full tiles; hidden but for both ends.
+QUERIES, COLUMNS, CAPACITY = 8, 64, 4368
+# The cases of decode/row_tile.cuh's VisitedTiles, each a sequence: hidden
+# at the start; a run that begins with tile 32 or 64, after hidden ones; two
+# runs of full tiles; hidden but for both ends.
 LENGTHS = np.array([4301, 4299, 1025, 2175], np.int32)
 SINKS = np.array([0, 259, 600, 1], np.int32)
-STARTS = np.array([0, 4096, 700, 9999], np.int32)
+STARTS = np.array([300, 4096, 700, 9999], np.int32)
 ANCESTORS = np.tri(QUERIES, dtype=bool)
 ANCESTORS[5:, 2:5] = False
 
@@ -45,17 +45,21 @@ def runs(b, h, q_idx, kv_idx, *, sinks, starts, tree, seqlen_q, seqlen_k):
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_visible_key_counts_once(backend, kind, num_splits):
     dtype, group, on = KINDS[kind]
+    place = backend.place
     q = np.zeros((len(LENGTHS), QUERIES, group, COLUMNS), DTYPES[dtype])
     v = np.eye(COLUMNS, dtype=q.dtype)[np.arange(CAPACITY) % COLUMNS]
-    v = v[None, :, None]
-    v = np.repeat(v, len(LENGTHS), axis=0)
+    v = np.repeat(v[None, :, None], len(LENGTHS), axis=0)
+    pages = {}
+    if kind == "decode":
+        v = v.reshape(-1, 48, *v.shape[2:])
+        numbers = np.arange(len(v), dtype=np.int32)
+        pages["page_table"] = place(numbers.reshape(len(LENGTHS), -1))
     arrays = {"sinks": SINKS, "starts": STARTS, "tree": ANCESTORS}
-    place = backend.place
     with backend.running(SimpleNamespace(on=on)):
         out, lse = cuflash.forward_kvcache(
             place(q), place(np.ones_like(v)), place(v),
             cache_seqlens=place(LENGTHS), num_splits=num_splits,
-            mask_mod=runs, return_lse=True,
+            mask_mod=runs, return_lse=True, **pages,
             mod_arrays={x: place(y) for x, y in arrays.items()},
         )  # fmt: skip
     out, lse = (backend.fetch(x).astype(float) for x in (out, lse))

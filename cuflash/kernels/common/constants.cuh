@@ -14,9 +14,8 @@
 // (score_mod.cuh); MAX_SCORE: the call returns max_score.
 // Sizes: BLOCK_Q, BLOCK_K; HEAD_DIM, HEAD_DIM_V, rounded up to what the kernel computes with;
 // PADDED: that changed one of them; SHARED_BYTES; NUM_WARPS; NUM_THREADS; LANES of a row;
-// BLOCKS_PER_SM; CLUSTER_BLOCKS of a cluster and MULTICAST, whether they load for each other
-// (sm90/backward_cluster.cu); NUM_STAGES, STAGES, Q_STAGES, KV_STAGES of what loads ahead;
-// DOUBLE_BUFFERED_K; LOADS_IN_TURN and DS_COLUMN (sm80/backward.cu).
+// BLOCKS_PER_SM; CLUSTER_BLOCKS of a cluster; NUM_STAGES, STAGES, Q_STAGES, KV_STAGES of what loads
+// ahead; DOUBLE_BUFFERED_K; LOADS_IN_TURN and DS_COLUMN (sm80/backward.cu).
 // Sums: RUN_TILES, after which acc starts anew (long_sums.cuh), 0: never; DQ_COLUMNS of dQ's sums,
 // 0: none; ADDS_TO_DQ; DQ_SEMAPHORES of a query tile's dQ if DETERMINISTIC, else 0; INTEGER_DQ
 // (sm90/integer_dq.cuh); RECOMPUTES: rows with a NaN; HEADS_INNERMOST: the order in which they

@@ -61,9 +61,11 @@ __device__ __forceinline__ void compute_part(
     const LaneRows& lane_rows, SoftmaxState& softmax, Output& acc) {
     const Mask<CAUSAL, WINDOW> mask = mask_of(args, part.sequence);
     const auto user_mask = rows.user_mask(args);
-    const VisitedTiles tiles = rows.visited(user_mask, rows.key_tiles(mask, part));
+    const TileRange in_bounds = rows.key_tiles(mask, part);
     const float k_scale = k_scale_of_head(args, rows.kv_head);
-    KeyPipeline pipeline(args, shared, part, tiles);
+    KeyPipeline pipeline(args, shared, part, in_bounds);    // reads the first page meanwhile
+    const VisitedTiles tiles = rows.visited(user_mask, in_bounds);
+    pipeline.restrict_to(tiles);
     load_queries(shared_address(&shared.tiles.q), args.arrays, rows);
     cp_async_commit();
     for (int i = 0; i < NUM_STAGES - 1; ++i) pipeline.load_next();

@@ -58,6 +58,15 @@ struct KeyPipeline {
         look_up_page();
     }
 
+    // Before the first load: to the tiles that the user's mask leaves.
+    __device__ __forceinline__ void restrict_to(TileRange tiles) {
+        if constexpr (HIDES_BY_INTERVALS) {
+            end_tile = tiles.end;
+            if (tiles.first == next_tile) return;
+            next_tile = tiles.first;
+            look_up_page();
+        }
+    }
     __device__ __forceinline__ void load_next() {
         if (next_tile < end_tile) {
             load_keys<HEAD_DIM>(shared_address(&shared.tiles.k[warp][next_stage]), k,

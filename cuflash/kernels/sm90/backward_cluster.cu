@@ -14,19 +14,21 @@
 //     3, gradient    dK += dS^T Q
 // finish/dq.cu scales and rounds the sums of dQ.
 //
-// The next S and dP are issued when dS^T is stored; dK and dQ run under the next P:
+// When dS^T is stored, the next S, this dV and the next dP are issued. The tensor cores then have
+// dV, dP, dK and dQ to do while the next P is computed:
 //
-//     scores         |P dV|dS |S' dP'     |P' dV'|dS'
-//     gradient               |dK           |
-//     queries                   |dQ     out    |
+//     scores         |P  |dS |S'     |P'      |dS'|S"
+//     tensor cores           |S' dV dP'       |   |S"
+//     gradient               |dK          |
+//     queries                |    dQ  out  dQ  out|
 //
 // Grid: two blocks a cluster. Block: 4 warpgroups.
 //
-// Constants: as sm90/backward_wide.cu's, with two stages; CLUSTER_BLOCKS, MULTICAST.
+// Constants: as sm90/backward_wide.cu's, with two stages; CLUSTER_BLOCKS.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 //
-// mbarriers: as in backward_shared.cuh. *_empty: an arrival of each warp of the roles that read
-// last, if MULTICAST of both blocks. ds_full: an arrival of each score warp. ds_empty: of each warp
+// mbarriers: as in backward_shared.cuh. q_empty and dout_empty: an arrival of each warp of the role
+// that reads last, of both blocks. ds_full: an arrival of each score warp. ds_empty: of each warp
 // that reads dS^T, those of the other block too: dS^T is then free in both. peer_ds_full: the other
 // block's dS^T has arrived. work_ready: block 1 awaits a work tile. DETERMINISTIC: DqOrder, of the
 // block's columns.
@@ -43,8 +45,8 @@ constexpr int DQ_COLUMNS = HEAD_DIM / CLUSTER_BLOCKS;       // a block's
 constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
 
 // An SM's 64 K registers are 512 for the four threads of the same rank in the warpgroups.
-constexpr int PRODUCER_REGISTERS = 32, QUERY_REGISTERS = 80;
-constexpr int SCORE_REGISTERS = 240, GRADIENT_REGISTERS = 160;
+constexpr int PRODUCER_REGISTERS = 32, QUERY_REGISTERS = 72;
+constexpr int SCORE_REGISTERS = 248, GRADIENT_REGISTERS = 160;
 
 // ptxas refuses a product of 256 columns in a kernel of 512 threads, which has 128 registers; and
 // one of 128 columns where a thread has fewer than 90.
@@ -55,6 +57,7 @@ template <int COLUMNS> constexpr int PART_BYTES =
     COLUMNS / GRADIENT_PARTS / PANEL_COLUMNS * BLOCK_Q * PANEL_ROW_BYTES;
 
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64, "a warpgroup's product has 64 rows");
+static_assert(STAGES == 2, "the previous iteration's stage is the other one");
 static_assert(HEAD_DIM % 128 == 0 && HEAD_DIM_V % 128 == 0, "halves of whole panels");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of dQ");
 static_assert(!OPTIONS && !PACKED && !INTEGER_DQ, "calls without options");
@@ -78,7 +81,7 @@ struct SharedPlan : SharedTiles, DqOrder<DETERMINISTIC ? 1 : 0> {};
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
-    constexpr int READERS = (MULTICAST ? CLUSTER_BLOCKS : 1) * ROLE_WARPS;
+    constexpr int READERS = CLUSTER_BLOCKS * ROLE_WARPS;
     const auto init = [](u64& barrier, int arrivals) {
         mbarrier_init(shared_address(&barrier), arrivals);
     };
@@ -103,12 +106,6 @@ __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
     }
     shared.init_dq_order();
     fence_mbarrier_init();
-}
-
-// Frees a stage of Q or dO, by each warp that has read it.
-__device__ __forceinline__ void release_stage(bool condition, u32 empty) {
-    if (MULTICAST) arrive_in_both(condition, empty);
-    else mbarrier_arrive_if(condition, empty);
 }
 
 // Stores the block's rows of dK or dV, scaled, and flags the tile if one is not finite.
@@ -149,8 +146,8 @@ struct IterationCount {
     __device__ __forceinline__ u32 ds_phase() const { return count % 2; }
 };
 
-// An iteration of a work tile, whose S is complete and whose dP has been issued. It issues the next
-// ones, if it is not the last.
+// An iteration of a work tile, whose S is complete; the previous dV and its dP have been issued. It
+// issues the next S and dP, if it is not the last.
 struct Iterate {
     const Arguments& args;
     SharedPlan& shared;
@@ -158,10 +155,11 @@ struct Iterate {
     float (&s)[S_REGS];
     float (&dp)[S_REGS];
     float (&dv)[GRADIENT_PARTS][PART_REGS<HEAD_DIM_V>];
+    u32 (&p)[S_REGS / 2];                                   // P^T rounded, until dV is complete
     IterationCount& iteration;
 
-    // S and dP of iteration `next`.
-    __device__ __forceinline__ void issue_scores(IterationCount next) const {
+    // S, and dP, of iteration `next`.
+    __device__ __forceinline__ void issue_s(IterationCount next) const {
         const u32 stage = next.stage();
         mbarrier_wait(barrier_at(shared.q_full, stage), next.phase());
         warpgroup_fence_operand(s);
@@ -170,6 +168,9 @@ struct Iterate {
             s, own_descriptor(shared_address(&shared.k), 0),
             advance(own_descriptor(shared_address(&shared.q), 0), stage * sizeof shared.q[0]));
         wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_dp(IterationCount next) const {
+        const u32 stage = next.stage();
         mbarrier_wait(barrier_at(shared.dout_full, stage), next.phase());
         warpgroup_fence_operand(dp);
         wgmma_fence();
@@ -179,8 +180,8 @@ struct Iterate {
                     stage * sizeof shared.dout[0]));
         wgmma_commit();
     }
-    // dV += P^T dO
-    __device__ __forceinline__ void issue_dv(const u32 (&p)[S_REGS / 2], bool accumulate) const {
+    // dV += P^T dO, of this iteration.
+    __device__ __forceinline__ void issue_dv(bool accumulate) const {
         const u64 dout = advance(
             own_descriptor(shared_address(&shared.dout), BLOCK_Q * PANEL_ROW_BYTES),
             iteration.stage() * sizeof shared.dout[0]);
@@ -192,6 +193,12 @@ struct Iterate {
             gemm_ab_rs<Element, BLOCK_Q>(
                 dv[part], p, advance(dout, part * PART_BYTES<HEAD_DIM_V>), accumulate);
         wgmma_commit();
+    }
+    // The dV that has read `stage` of dO is complete.
+    __device__ __forceinline__ void release_dout(bool condition, u32 stage) const {
+        #pragma unroll
+        for (int part = 0; part < GRADIENT_PARTS; ++part) warpgroup_fence_operand(dv[part]);
+        arrive_in_both(lane == 0 && condition, barrier_at(shared.dout_empty, stage));
     }
     // Zeroes x at masked pairs, if the query tile has some.
     __device__ __forceinline__ void mask(float (&x)[S_REGS], const QueryRows& rows) const {
@@ -214,16 +221,17 @@ struct Iterate {
         __syncwarp();
     }
     template <class Last> __device__ __forceinline__ void operator()(Last last, bool first) const {
-        u32 p[S_REGS / 2], ds[S_REGS / 2];
+        u32 ds[S_REGS / 2];
         const QueryRows& rows = shared.rows[iteration.stage()];
         const int first_column = lane % 4 * 2;
         const LaneRows<> lane_rows(rows, first_column);
         exponentiate(s, lane_rows, static_cast<float>(args.arrays.scale) * LOG2_E);
         mask(s, rows);
+        wgmma_wait<1>();                                    // the previous dV, which reads p
+        release_dout(!first, iteration.stage() ^ 1);
         pack_pairs<Element>(p, s);
         wgmma_wait<0>();                                    // dP
         warpgroup_fence_operand(dp);
-        issue_dv(p, !first);
         const u32 lane_delta = lane_rows.delta.address();
         #pragma unroll
         for (int j = 0; j < S_REGS / 4; ++j) {
@@ -236,12 +244,11 @@ struct Iterate {
         pack_pairs<Element>(ds, dp);
         mbarrier_wait(shared_address(&shared.ds_empty), iteration.ds_phase() ^ 1);
         send_ds(ds);
-        if (!last.value) issue_scores({iteration.count + 1});
-        wgmma_wait<last.value ? 0 : 2>();                   // dV
-        #pragma unroll
-        for (int part = 0; part < GRADIENT_PARTS; ++part) warpgroup_fence_operand(dv[part]);
-        release_stage(lane == 0, barrier_at(shared.dout_empty, iteration.stage()));
-        if (!last.value) wgmma_wait<1>();                   // the next S
+        if (!last.value) issue_s({iteration.count + 1});
+        issue_dv(!first);
+        if (!last.value) issue_dp({iteration.count + 1});
+        wgmma_wait<last.value ? 0 : 2>();                   // the next S; at the end, dV
+        if (last.value) release_dout(true, iteration.stage());
         warpgroup_fence_operand(s);
         ++iteration.count;
     }
@@ -251,6 +258,7 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
     const Shape& shape = args.arrays.shape;
     const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
     float s[S_REGS], dp[S_REGS], dv[GRADIENT_PARTS][PART_REGS<HEAD_DIM_V>];
+    u32 p[S_REGS / 2];
     IterationCount iteration;
     for (WorkState state;; ++state.count) {
         const WorkTile& work = acquire_work_tile(shared, state);
@@ -263,11 +271,12 @@ __device__ __forceinline__ void compute_scores(const Arguments& args, SharedPlan
         const Iterate iterate{
             .args = args, .shared = shared, .lane = lane, .warp_row = warp_row,
             .first_key = first_key, .first_full = first_full, .s = s, .dp = dp, .dv = dv,
-            .iteration = iteration};
+            .p = p, .iteration = iteration};
 
         mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
         mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
-        iterate.issue_scores(iteration);
+        iterate.issue_s(iteration);
+        iterate.issue_dp(iteration);
         wgmma_wait<1>();                                    // S
         warpgroup_fence_operand(s);
         bool first = true;
@@ -374,7 +383,7 @@ __device__ __forceinline__ void compute_dk(const Arguments& args, SharedPlan& sh
             #pragma unroll
             for (int part = 0; part < GRADIENT_PARTS; ++part) warpgroup_fence_operand(dk[part]);
             mbarrier_arrive_if(lane == 0, shared_address(&shared.ds_empty));
-            release_stage(lane == 0, shared_address(&shared.q_empty[stage.index]));
+            arrive_in_both(lane == 0, shared_address(&shared.q_empty[stage.index]));
         }
         store_gradient<HEAD_DIM>(
             args, dk, work, args.arrays.dk, args.arrays.dk_stride, args.arrays.shape.head_dim,

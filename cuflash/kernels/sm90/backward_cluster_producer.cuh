@@ -4,8 +4,8 @@
 // first. Both blocks visit the query tiles that see keys of the pair. Block 0 takes indices from
 // the counter and sends each work tile to block 1.
 //
-// MULTICAST: each block loads half of the columns of Q and dO for both. A stage is then empty when
-// the readers of both blocks have read it.
+// Each block loads half of the columns of Q and dO for both. So a stage is empty when the readers
+// of both blocks have read it.
 #pragma once
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_dq_order.cuh"
@@ -82,17 +82,14 @@ __device__ __forceinline__ void send_work_tile(
 template <int COLUMNS>
 __device__ __forceinline__ void load_shared_tile(
     u32 tile, const TensorMap& map, u32 full, int token, int head, int batch, int more) {
-    if constexpr (!MULTICAST) {
-        tma_load_tile<BLOCK_Q, COLUMNS>(tile, map, full, token, head, batch, more);
-    } else {
-        constexpr int PANELS = COLUMNS / PANEL_COLUMNS / CLUSTER_BLOCKS;
-        mbarrier_arrive_expect(full, BLOCK_Q * COLUMNS * 2 + more);
-        #pragma unroll
-        for (int i = 0; i < PANELS; ++i) {
-            const int panel = cluster_rank() * PANELS + i;
-            tma_load_multicast(tile + panel * BLOCK_Q * PANEL_ROW_BYTES, map, full, 3,
-                               panel * PANEL_COLUMNS, token, head, batch);
-        }
+    constexpr int PANELS = COLUMNS / PANEL_COLUMNS / CLUSTER_BLOCKS;
+    constexpr u32 BOTH = 3;
+    mbarrier_arrive_expect(full, BLOCK_Q * COLUMNS * 2 + more);
+    #pragma unroll
+    for (int i = 0; i < PANELS; ++i) {
+        const int panel = cluster_rank() * PANELS + i;
+        tma_load_multicast(tile + panel * BLOCK_Q * PANEL_ROW_BYTES, map, full, BOTH,
+                           panel * PANEL_COLUMNS, token, head, batch);
     }
 }
 
