@@ -22,6 +22,7 @@ from .kernel import (
     shared_bytes_of_block,
 )
 from .rounding import ceil_div, round_up
+from .simt_derivatives import recompute_launch
 from .steps import (
     LAST_TILES,
     ROW_THREADS,
@@ -39,6 +40,7 @@ from .steps import (
     lse_rest_buffers,
     lse_rest_launches,
     option_buffers,
+    option_constants,
     option_launches,
     query_tiles,
     rounding_launch,
@@ -645,9 +647,10 @@ def _head_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def _backward_shared(
-    problem: Problem, tile: Tile, *, has_parts: bool = True
-) -> int:
-    """has_parts: that it has them, where it may."""
+    problem: Problem, tile: Tile, *, has_parts: bool = True,
+    owned: bool = False,
+) -> int:  # fmt: skip
+    """has_parts: that it has them, where it may. owned: as of `owns_dq`."""
     if _in_clusters(problem, tile):
         return _cluster_shared(problem, tile)
     d, dv = _backward_head_dims(problem, tile)
@@ -663,6 +666,8 @@ def _backward_shared(
         if _double_buffered_k(problem, tile):
             keys += tile_bytes(tile.block_k, d)
             barriers += 3
+        if owned:
+            barriers += _dq_parts(tile, d)
     else:
         ds *= tile.num_stages  # and p; dq is added from registers
         dq = 0
@@ -728,6 +733,37 @@ def heads_innermost(problem: Problem) -> bool:
     )
 
 
+# OWNED_DQ. The most of L2 that Q, dO and sums of dQ of all blocks' heads may
+# take, of which half are in use on average under the causal mask. And the
+# least share of all SMs' time that whole heads keep busy.
+_OWNED_OF_L2, _OWNED_BUSY = 0.9, 0.8
+
+
+def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
+    """OWNED_DQ of sm90/backward_scheduler.cuh: a block has a head's key tiles.
+
+    Every query tile sees the first key tile, and no two iterations in
+    succession visit the same query tile. Measured to be faster where L2 holds
+    the heads in progress (docs/lab/sm90_short_backward.md).
+    """
+    heads = problem.batch * problem.num_heads_kv
+    rounds = ceil_div(heads, device.num_sms)
+    d, dv = _backward_head_dims(problem, tile)
+    of_head = problem.seqlen_q * (6 * d + 2 * dv) // (1 + problem.causal)
+    in_progress = min(heads, device.num_sms) * of_head
+    return (
+        not problem.options
+        and not _is_wide(tile)
+        and problem.group_size == 1
+        and (
+            problem.seqlen_q > tile.block_q or problem.seqlen_k <= tile.block_k
+        )
+        and not (problem.causal and problem.seqlen_q > problem.seqlen_k)
+        and heads >= _OWNED_BUSY * rounds * device.num_sms
+        and in_progress <= _OWNED_OF_L2 * device.l2_bytes
+    )
+
+
 def rows_kernel(
     problem: Problem, tile: Tile, name: str, head_dim: int,
     *own: Constant, options: tuple[str, ...],
@@ -750,10 +786,11 @@ def rows_kernel(
 
 def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     d, dv = _backward_head_dims(problem, tile)
-    parts = _group_parts(problem, device, tile)
-    tail_parts = _tail_parts(problem, device, tile)
+    owned = owns_dq(problem, device, tile)
+    parts = 1 if owned else _group_parts(problem, device, tile)
+    tail_parts = 1 if owned else _tail_parts(problem, device, tile)
     has_parts = max(parts, tail_parts) > 1
-    shared = _backward_shared(problem, tile, has_parts=has_parts)
+    shared = _backward_shared(problem, tile, has_parts=has_parts, owned=owned)
     part_semaphores = _CONSUMER_WARPS if has_parts else 0
     wide = "_wide" if _is_wide(tile) else ""
     in_clusters = _in_clusters(problem, tile)
@@ -766,12 +803,12 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     # Warps that compute dq. Wide: one warpgroup loads, two have dv and dk.
     dq_warps = 4 if _is_wide(tile) else tile.num_warps - 4
     integers = has_integer_dq(problem)
-    in_order = problem.deterministic and not integers
+    in_order = problem.deterministic and not (integers or owned)
     innermost = heads_innermost(problem) and not has_parts
     semaphores = _dq_parts(tile, d) if in_order else 0
     rows = rows_kernel(
         problem, tile, "row_stats", d,
-        ("DQ_COLUMNS", d),
+        ("DQ_COLUMNS", 0 if owned else d),
         ("DQ_SEMAPHORES", semaphores),
         ("PART_SEMAPHORES", part_semaphores),
         ("INTEGER_DQ", integers),
@@ -788,6 +825,7 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", integers),
         ("HEADS_INNERMOST", innermost),
+        ("OWNED_DQ", owned),
         ("GROUP_PARTS", parts),
         ("TAIL_PARTS", tail_parts),
         ("STAGES", tile.num_stages),
@@ -821,11 +859,13 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     running = max(device.num_sms // together, 1)
     tiles_of_head = ceil_div(k_tiles_of_head, together)
     works = tiles_of_head * kv_pairs * max(parts, tail_parts)
+    blocks = together * min(kv_pairs if owned else works, running)
     last = last_section(
         problem, heads, kv_pairs * parts, tiles_of_head, running,
         of_block=last_tiles,
     )  # fmt: skip
-    sums = q_tiles * tile.block_q * d * (1 + integers)
+    sum_tiles = q_tiles // kv_pairs * blocks if owned else q_tiles
+    sums = sum_tiles * tile.block_q * d * (1 + integers)
     with_parts = k_tiles if parts > 1 else k_tiles % device.num_sms
     if has_parts:  # of dk and dv
         sums += with_parts * tile.block_k * (d + dv)
@@ -833,16 +873,10 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
     if integers:
         bytes_of_rows += k_tiles * _KEY_MAXIMA_BYTES
     is_masked = problem.causal or bool(acts(problem) & {"tiles", "pairs"})
-    return Plan(
-        problem,
-        "sm90",
-        tile,
-        (
-            *option_launches(problem, tile, "sm90"),
-            *_maxima_launches(problem, tile, (d, dv), k_tiles),
-            *lse_rest_launches(problem, "sm90"),
-            Launch(rows, q_tiles),
-            Launch(main, together * min(works, running)),
+    if owned:
+        finish = _recompute_launches(problem, device, tile, (d, dv))
+    else:
+        finish = (
             rounding_launch(
                 problem,
                 replace(tile, block_k=together * tile.block_k),
@@ -854,6 +888,18 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
                 semaphores=semaphores,
                 integers=integers,
             ),
+        )
+    return Plan(
+        problem,
+        "sm90",
+        tile,
+        (
+            *option_launches(problem, tile, "sm90"),
+            *_maxima_launches(problem, tile, (d, dv), k_tiles),
+            *lse_rest_launches(problem, "sm90"),
+            Launch(rows, q_tiles),
+            Launch(main, blocks),
+            *finish,
             *gradients_of_rows(problem, tile, "sm90", integers),
         ),  # fmt: skip
         heads_per_section=heads,
@@ -868,6 +914,29 @@ def _backward(problem: Problem, device: Device, tile: Tile) -> Plan:
             Buffer("dq_semaphores", 4, q_tiles * semaphores),
         ),
     )
+
+
+def _recompute_launches(
+    problem: Problem, device: Device, tile: Tile, head_dims: tuple[int, int]
+) -> tuple[Launch, ...]:
+    """OWNED_DQ: recomputes rows that a masked NaN may have reached."""
+    if not problem.causal:
+        return ()
+    kernel = row_kernel(
+        "finish/recompute.cu",
+        "backward_recompute",
+        ("Element", problem.dtype),
+        ("HEAD_DIM", head_dims[0]),
+        ("HEAD_DIM_V", head_dims[1]),
+        ("BLOCK_Q", tile.block_q),
+        ("BLOCK_K", tile.block_k),
+        *option_constants(problem, "sm90", reads_dlse=True),
+        ("CAUSAL", True),
+        ("DLSE", problem.dlse),
+        ("DQ_SEMAPHORES", 0),
+    )
+    heads = problem.batch * problem.num_heads_kv
+    return (recompute_launch(kernel, heads, device),)
 
 
 def _maxima_launches(

@@ -138,6 +138,7 @@ def _kernel(
         ("STAGES", _half_stages(tile, which)),
         ("DQ_SEMAPHORES", 0),
         ("INTEGER_DQ", False),
+        ("OWNED_DQ", False),
         ("HEADS_INNERMOST", which != _DQ and heads_innermost(problem)),
         ("GROUP_PARTS", 1),
         ("TAIL_PARTS", 1),

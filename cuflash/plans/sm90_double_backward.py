@@ -109,6 +109,7 @@ def _main(
         ("SCORE_WARPS_Q", tile.score_warps_q),
         ("DQ_SEMAPHORES", semaphores),
         ("INTEGER_DQ", False),
+        ("OWNED_DQ", False),
         ("HEADS_INNERMOST", heads_innermost(problem)),
         ("GROUP_PARTS", 1),
         ("TAIL_PARTS", 1),

@@ -118,17 +118,17 @@ def test_bytes_are_copied_and_floats_added(backend, seed, chunks, rounds):
     rng = np.random.default_rng(seed)
     x, sums = rng.integers(-99, 100, (2, chunks * 4)).astype(np.float32)
     expected = sums + 3 * rounds * x
-    seen = np.empty_like(x)
+    own, seen = np.empty((2, 3, x.size), np.float32)
     run(
         "primitives/add_in_bulk",
-        {"x": read_only(x), "sums": sums, "seen": seen,
+        {"x": read_only(x), "sums": sums, "own": own, "seen": seen,
          "bytes": x.nbytes, "rounds": rounds},
         backend,
         blocks=3,
         shared_bytes=256,
         seed=seed,
     )  # fmt: skip
-    assert_arrays_equal(seen, x, "seen")
+    assert_arrays_equal(seen, np.tile(2 * x, (3, 1)), "seen")
     assert_arrays_equal(sums, expected, "sums")
 
 

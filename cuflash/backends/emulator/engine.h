@@ -92,6 +92,7 @@ void load_box_of_blocks(uint32_t target, const void* map, uint32_t barrier, uint
 void copy_shared(uint32_t target, uint32_t source, uint32_t barrier, int bytes, Site site);
 void store_box(const void* map, uint32_t source, const int (&at)[4], Site site);
 void load_bytes(uint32_t target, const void* source, uint32_t barrier, int bytes, Site site);
+void store_bytes(void* target, uint32_t source, int bytes, Site site);
 void add_floats(float* target, uint32_t source, int bytes, Site site);
 void add_ints(int* target, uint32_t source, int bytes, Site site);
 void commit_stores();

@@ -377,8 +377,8 @@ void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site si
 
 namespace {
 
-[[gnu::always_inline]] inline void add_in_bulk(
-    void* target, uint32_t source, int bytes, bool adds_ints, Site site) {
+[[gnu::always_inline]] inline void send_in_bulk(
+    void* target, uint32_t source, int bytes, Arrives arrives, Site site) {
     source = offset_of(source);
     check_bulk(target, source, bytes, Access::WRITE, site);
     check_shared(source, bytes, Access::READ, [&] { return here(site); }, true);
@@ -386,17 +386,21 @@ namespace {
         block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
     thread->stores.push_back(
         {source, std::nullopt, {}, {site, __builtin_return_address(0)}, false, {},
-         static_cast<unsigned char*>(target), bytes, adds_ints});
+         static_cast<unsigned char*>(target), bytes, arrives});
 }
 
 }  // namespace
 
+void store_bytes(void* target, uint32_t source, int bytes, Site site) {
+    send_in_bulk(target, source, bytes, Arrives::COPIED, site);
+}
+
 void add_floats(float* target, uint32_t source, int bytes, Site site) {
-    add_in_bulk(target, source, bytes, false, site);
+    send_in_bulk(target, source, bytes, Arrives::ADDED_FLOATS, site);
 }
 
 void add_ints(int* target, uint32_t source, int bytes, Site site) {
-    add_in_bulk(target, source, bytes, true, site);
+    send_in_bulk(target, source, bytes, Arrives::ADDED_INTS, site);
 }
 
 void commit_stores() {
@@ -435,8 +439,11 @@ void write_target(const BulkStore& store) {
     const unsigned char* from = store.bytes.data();
     if (!store.map) {
         for (int i = 0; i < store.count; i += static_cast<int>(sizeof(float)))
-            if (store.adds_ints) add_element<uint32_t>(store.target + i, from + i);
-            else add_element<float>(store.target + i, from + i);
+            switch (store.arrives) {
+                case Arrives::COPIED: memcpy(store.target + i, from + i, sizeof(float)); break;
+                case Arrives::ADDED_FLOATS: add_element<float>(store.target + i, from + i); break;
+                case Arrives::ADDED_INTS: add_element<uint32_t>(store.target + i, from + i); break;
+            }
         return;
     }
     for_each_row(*store.map, store.at, [&](const BoxRow& row) {

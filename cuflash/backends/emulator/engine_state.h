@@ -12,8 +12,8 @@ struct Origin { Site site; const void* caller; };
 struct Copy { uint32_t target; const unsigned char* source; int bytes, read; };
 
 // Bulk copies in flight, to shared memory and from it: a box of a tensor or, without a map,
-// contiguous bytes. Contiguous bytes sent to global memory are floats to be added there. The map is
-// copied, because the kernel's own may be gone (its thread has ended) before the copy lands.
+// contiguous bytes. The map is copied, because the kernel's own may be gone (its thread has ended)
+// before the copy lands.
 struct BulkLoad {
     uint32_t target;
     std::optional<TensorMap> map;
@@ -23,6 +23,7 @@ struct BulkLoad {
     const unsigned char* source;
     int bytes;
 };
+enum class Arrives { COPIED, ADDED_FLOATS, ADDED_INTS };    // what becomes of contiguous bytes
 struct BulkStore {
     uint32_t source;
     std::optional<TensorMap> map;
@@ -32,7 +33,7 @@ struct BulkStore {
     std::vector<unsigned char> bytes;                       // read, but not written yet
     unsigned char* target = nullptr;                        // without a map: of `count` bytes
     int count = 0;
-    bool adds_ints = false;                                 // without a map; otherwise floats
+    Arrives arrives = Arrives::COPIED;                      // without a map
 };
 
 enum class State { READY, WAITS, ENDED };

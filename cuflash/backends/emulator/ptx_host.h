@@ -351,6 +351,7 @@ inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 
 inline void fence_async_proxy() { emulator::fence_async_proxy(); }
+inline void fence_async_proxy_global() {}                   // not checked
 
 EMULATOR_CALLED void tma_load(
     u32 target, const TensorMap& map, u32 barrier, int x0, int x1, int x2, int x3,
@@ -375,6 +376,11 @@ EMULATOR_INLINED void bulk_reduce_add(
 EMULATOR_INLINED void bulk_reduce_add_s32(
     int* target, u32 source, int bytes, EMULATOR_SITE) {
     emulator::add_ints(target, source, bytes, {file, line});
+}
+
+__device__ __forceinline__ void bulk_store(
+    void* target, u32 source, int bytes, EMULATOR_SITE) {
+    emulator::store_bytes(target, source, bytes, {file, line});
 }
 
 inline void tma_store_commit() { emulator::commit_stores(); }

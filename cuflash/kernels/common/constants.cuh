@@ -21,7 +21,8 @@
 // 0: none; ADDS_TO_DQ; DQ_SEMAPHORES of a query tile's dQ if DETERMINISTIC, else 0; INTEGER_DQ
 // (sm90/integer_dq.cuh); RECOMPUTES: rows with a NaN; HEADS_INNERMOST: the order in which they
 // grow, GROUP_PARTS, TAIL_PARTS: in how many parts (sm90/backward_scheduler.cuh), PART_SEMAPHORES
-// of a key tile's (sm90/backward_parts.cuh).
+// of a key tile's (sm90/backward_parts.cuh); OWNED_DQ: which one block has
+// (sm90/backward_owned_dq.cuh).
 // Warps: SCORE_WARPS_Q along the queries of S and dQ, GRADIENT_WARPS_K along the keys of dK and dV;
 // SCORE_PARTS: 1, or how many warps sum a part each of the same scores (score_parts.cuh);
 // WARP_ROLES: 1, or 2 where half of the warps compute scores and half gradients; WEIGHT_KEYS: how

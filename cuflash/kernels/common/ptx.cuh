@@ -603,6 +603,11 @@ __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same for global memory. PTX ISA: fence.proxy.
+__device__ __forceinline__ void fence_async_proxy_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Starts the copy of a box of a 4-D tensor to shared memory. On completion, the tx-count of
 // `barrier` decreases by the bytes of the whole box: elements outside the tensor are filled with
 // zeros and count too. The swizzle is that of the map. PTX ISA: cp.async.bulk.tensor.
@@ -645,6 +650,13 @@ __device__ __forceinline__ void bulk_reduce_add(float* target, u32 source, int b
 // The same of integers, modulo 2^32. PTX ISA: cp.reduce.async.bulk.
 __device__ __forceinline__ void bulk_reduce_add_s32(int* target, u32 source, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;"
+                 :: "l"(target), "r"(source), "r"(bytes) : "memory");
+}
+
+// Starts the copy of `bytes` contiguous bytes of shared memory to `target` in global memory.
+// Addresses, `bytes` and groups as of bulk_reduce_add(). PTX ISA: cp.async.bulk.
+__device__ __forceinline__ void bulk_store(void* target, u32 source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                  :: "l"(target), "r"(source), "r"(bytes) : "memory");
 }
 

@@ -1,4 +1,4 @@
-// Backward attention for 16-bit types on Hopper (sm_90a): dK, dV, and the sums of dQ.
+// Backward attention for 16-bit types on Hopper (sm_90a): dK, dV, and dQ or its sums.
 //
 //     S = Q K^T,  P = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
 //     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
@@ -10,7 +10,7 @@
 // query head of the group in turn. A consumer computes S^T and dP^T; the registers of P^T and dS^T
 // are then the A operands of dV and dK. The consumers divide dQ = dS K, with dS^T from shared
 // memory. A writer warp of the producer adds each consumer's part to a float sum in global memory,
-// or to an integer one if INTEGER_DQ, which finish/dq.cu scales and rounds.
+// or to an integer one if INTEGER_DQ, which finish/dq.cu scales and rounds. OWNED_DQ: consumers do.
 //
 //     backward_constants.cuh      constants that follow from the generated ones
 //     backward_shared.cuh         SharedPlan, barriers
@@ -24,6 +24,7 @@
 //     backward_parts.cuh          their sums over the parts of a key tile
 //     backward_integer_dq.cuh     parts of dQ as integers
 //     backward_dq_writers.cuh     the writer warps
+//     backward_owned_dq.cuh       dQ of a block that has all keys of a head
 //
 // The matmuls of an iteration are issued so that the tensor cores have work while warps compute:
 //
@@ -45,12 +46,12 @@
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64 or 128, the former at least the
 // latter), BLOCK_Q, BLOCK_K, STAGES (of Q and dO), NUM_WARPS and SCORE_WARPS_Q (dq_accum.cuh),
-// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; HEADS_INNERMOST,
-// GROUP_PARTS and TAIL_PARTS (backward_scheduler.cuh); PART_SEMAPHORES: CONSUMER_WARPS if
-// HAS_PARTS, else 0; SCORE_BENDS: the user's function of scores has a slope other than 1;
-// SCORES_TWICE: compute_ds() computes scores again, because their gradients are also added to sums
-// of dbias or of the user's arrays, before they are multiplied by slopes, and registers hold no
-// more than P; Arguments and the options (docs/guide/options.md).
+// SHARED_BYTES; DQ_SEMAPHORES: 0, or CONSUMERS if DETERMINISTIC; INTEGER_DQ; OWNED_DQ,
+// HEADS_INNERMOST, GROUP_PARTS and TAIL_PARTS (backward_scheduler.cuh); PART_SEMAPHORES:
+// CONSUMER_WARPS if HAS_PARTS, else 0; SCORE_BENDS: the user's function of scores has a slope other
+// than 1; SCORES_TWICE: compute_ds() computes scores again, because their gradients are also added
+// to sums of dbias or of the user's arrays, before they are multiplied by slopes, and registers
+// hold no more than P; Arguments and the options (docs/guide/options.md).
 // Shared memory, barriers, DOUBLE_BUFFERED_K: backward_shared.cuh.
 //
 // In a partly masked tile a NaN or an infinity may reach rows that do not see it, as 0 * NaN. Key
@@ -59,11 +60,14 @@
 #include "sm90/backward_parts.cuh"
 #include "sm90/backward_option_scores.cuh"
 #include "sm90/backward_dq_writers.cuh"
+#include "sm90/backward_owned_dq.cuh"
 
 constexpr int BLOCK_THREADS = WARPGROUP + CONSUMER_THREADS;
 constexpr int DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
 constexpr int DQ_REGS = QueryGrid::N_TILES * 4;
 constexpr bool DEFERRED_DQ = BLOCK_Q > 64;
+// How consumers divide dQ: 64 queries each, or 64 columns.
+constexpr bool DQ_BY_QUERIES = BLOCK_Q == CONSUMERS * 64;
 // Whether rows' statistics are read before S is issued: where that was measured to be faster.
 constexpr bool EARLY_STATISTICS =
     !DEFERRED_DQ && LINEAR && !SEGMENTS && !HAS_MASK && !DROPOUT;
@@ -100,10 +104,9 @@ struct IssueDq {
 
     __device__ __forceinline__ void operator()(float (&dq)[DQ_REGS], u32 ds_tile) const {
         constexpr int PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES;
-        constexpr bool BY_QUERIES = BLOCK_Q == CONSUMERS * 64;
         const u32 panel = opaque(key_rows) * (BLOCK_K / 64);
-        const u64 ds = descriptor(ds_tile + (BY_QUERIES ? panel : 0), 0);
-        const u64 k = descriptor(shared.k_tile(state) + (BY_QUERIES ? 0 : panel), PANEL_BYTES);
+        const u64 ds = descriptor(ds_tile + (DQ_BY_QUERIES ? panel : 0), 0);
+        const u64 k = descriptor(shared.k_tile(state) + (DQ_BY_QUERIES ? 0 : panel), PANEL_BYTES);
         warpgroup_fence_operand(dq);
         wgmma_fence();
         gemm_atb_ss<Element, BLOCK_K>(dq, ds, k);
@@ -175,6 +178,25 @@ __device__ __forceinline__ void stage_dq(
     staged = true;
 }
 
+// The same, OWNED_DQ; q_start: the first query of the part's tile.
+__device__ __forceinline__ void pass_owned_dq(
+    const Arguments& args, SharedPlan& shared, WorkState state, float (&dq)[DQ_REGS],
+    int q_start, int k_tile, int warpgroup, int thread) {
+    barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
+    const u32 staging = shared_address(&shared.staging) + dq_sum_first(opaque(thread)) * 4;
+    if (k_tile > 0)
+        #pragma unroll
+        for (int n = 0; n < DQ_REGS / 4; ++n)
+            store_shared_16(staging + dq_sum_step(0, n) * 4, dq[n * 4], dq[n * 4 + 1],
+                            dq[n * 4 + 2], dq[n * 4 + 3]);
+    else
+        finish_owned_dq<DQ_BY_QUERIES>(
+            args, shared.work_tiles[state.stage()], dq, staging, q_start, warpgroup,
+            opaque(thread) % WARPGROUP);
+    fence_async_proxy();
+    barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
+}
+
 // The epilogue of a work tile. dV is stored through the staging buffer, dK after it: through K's
 // stage if K has two, otherwise through the rest of the staging buffer or, if both do not fit,
 // through the same bytes once dV has been read.
@@ -237,6 +259,22 @@ struct Iterate {
     u32& lane_grid;
     const IssueDq& issue_dq;
     const IssuePreviousDq& issue_previous_dq;
+
+    // This iteration's dQ or, DEFERRED_DQ, the previous one's, which a first iteration has not.
+    __device__ __forceinline__ void pass_dq(float (&dq)[DQ_REGS], const QueryRows& rows) const {
+        if (OWNED_DQ) {
+            if (!DEFERRED_DQ || started)
+                pass_owned_dq(args, shared, state, dq, rows.q_start - (DEFERRED_DQ ? BLOCK_Q : 0),
+                              k_tile, warpgroup, consumer_thread);
+            else
+                give_staging(shared, state, warpgroup);
+        } else if (!DEFERRED_DQ)
+            stage_dq(shared, state, dq, RowPair(rows, consumer_thread), warpgroup, consumer_thread,
+                     staged);
+        else if (started)
+            stage_dq(shared, state, dq, RowPair(lane_grid, opaque(consumer_thread) % 32),
+                     warpgroup, consumer_thread, staged);
+    }
 
     __device__ __forceinline__ void operator()(bool last) const {
         const QueryRows& rows = shared.rows[stage.index];
@@ -307,12 +345,7 @@ struct Iterate {
         if (DEFERRED_DQ)
             mbarrier_arrive_if(
                 started && lane == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-        if (!DEFERRED_DQ)
-            stage_dq(shared, state, dq, RowPair(rows, consumer_thread), warpgroup, consumer_thread,
-                     staged);
-        else if (started)
-            stage_dq(shared, state, dq, RowPair(lane_grid, lane), warpgroup, consumer_thread,
-                     staged);
+        pass_dq(dq, rows);
         if (DEFERRED_DQ) lane_grid = lane_grid_of(rows, consumer_thread);
 
         started = true;
@@ -367,6 +400,7 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
         const int head = MASK_MOD ? work.head : 0;          // read where tiles depend on it
         int remaining =
             QueryTileIterator(args, tiles, {k_tile, head, batch}, part_of(work)).remaining;
+        if (OWNED_DQ && !DEFERRED_DQ) give_staging(shared, state, warpgroup);
         for (; remaining > 0; --remaining) iterate(remaining == 1);
 
         wgmma_wait<0>();
@@ -378,8 +412,12 @@ __device__ __forceinline__ void consume(const Arguments& args, SharedPlan& share
             warpgroup_fence_operand(dq);
             mbarrier_arrive_if(
                 threadIdx.x % 32 == 0, barrier_at(shared.ds_empty, ds_stage.previous()));
-            stage_dq(shared, state, dq, RowPair(lane_grid, threadIdx.x % 32), warpgroup,
-                     consumer_thread, staged);
+            if (OWNED_DQ)
+                pass_owned_dq(args, shared, state, dq, shared.rows[stage.previous()].q_start,
+                              k_tile, warpgroup, consumer_thread);
+            else
+                stage_dq(shared, state, dq, RowPair(lane_grid, threadIdx.x % 32), warpgroup,
+                         consumer_thread, staged);
         }
         state.count = opaque(state.count);
         store_gradients(args, shared, state, stage, warpgroup, consumer_thread, shape, dk, dv);
@@ -400,7 +438,8 @@ backward_sm90(const __grid_constant__ Arguments args) {
         if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
         if (warp >= 1 && warp <= CONSUMERS) {
-            if constexpr (INTEGER_DQ) add_integer_dq(args, shared, warp - 1);
+            if constexpr (OWNED_DQ) keep_owned_dq(args, shared, warp - 1);
+            else if constexpr (INTEGER_DQ) add_integer_dq(args, shared, warp - 1);
             else add_dq(args, shared, warp - 1);
         }
     } else {

@@ -55,7 +55,7 @@ __device__ __forceinline__ void produce_queries(const Arguments& args, Shared& s
     const int num_k_tiles = num_key_tiles(args, BLOCK_K);
     PipelineState<STAGES> stage;
     WorkState state;
-    for (int index = first_index(args);; ++state.count) {
+    for (int index = first_index(args, num_k_tiles);; ++state.count) {
         WorkTile packed = {};
         skip_empty_slots(args, index, num_k_tiles, packed);
         const bool ended = index >= num_indices(args, num_k_tiles);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce_queries(const Arguments& args, Shared& s
         for (; it.remaining > 0; it.next(args, work), stage.next()) {
             if (WARP_PRODUCER) __syncwarp();
             if (!is_elected) continue;
-            if (it.remaining == 1) index = next_index(args);
+            if (it.remaining == 1) index = index_after(args, index, num_k_tiles);
             load_query_tile(args, shared, stage, work, it);
         }
         if (WARP_PRODUCER) index = __shfl_sync(WHOLE_WARP, index, 0);

@@ -15,6 +15,9 @@
 // see, are sooner at the next head. Soon all heads of the group are being read, and if these do not
 // fit in L2, every key tile reads them from memory.
 //
+// OWNED_DQ: a block takes a head, and all its key tiles in turn, the last ones first, so that the
+// first query tiles, which few of them see, are complete last (backward_owned_dq.cuh).
+//
 // Parts (no order of dQ's sums): a work tile may have some of a key tile's iterations. The parts of
 // a key tile hand on sums of dK and dV (backward_parts.cuh). The first parts of many key tiles come
 // first, then their second ones, so a part seldom waits for the one before it.
@@ -97,6 +100,15 @@ __device__ __forceinline__ int first_index(const Arguments& args) {
     return WAITS_FOR_TILES ? next_index(args) : blockIdx.x;
 }
 
+// OWNED_DQ: an index counts the key tiles of all heads, head by head.
+__device__ __forceinline__ int first_index(const Arguments& args, int num_k_tiles) {
+    return first_index(args) * (OWNED_DQ ? num_k_tiles : 1);
+}
+__device__ __forceinline__ int index_after(const Arguments& args, int index, int num_k_tiles) {
+    if (!OWNED_DQ) return next_index(args);
+    return (index + 1) % num_k_tiles != 0 ? index + 1 : next_index(args) * num_k_tiles;
+}
+
 // Packed sequences leave slots empty: advances `index` to the first slot that has a tile, `work`.
 // By a whole warp.
 __device__ __forceinline__ void skip_empty_slots(const Arguments&, int&, int, TileCoord&) {}
@@ -128,6 +140,11 @@ __device__ __forceinline__ bool starts_with_last_keys(const Arguments& args, Til
 template <class Arguments>
 __device__ __forceinline__ TileCoord tile_at(const Arguments& args, int num_k_tiles, int index) {
     const Shape& shape = args.arrays.shape;
+    if constexpr (OWNED_DQ) {
+        const int pair = index / num_k_tiles;
+        return {num_k_tiles - 1 - index % num_k_tiles, pair % shape.num_heads_kv,
+                pair / shape.num_heads_kv};
+    }
     if constexpr (SKIPS_TILES)
         return tile_in_order(index, args.tile_order, num_k_tiles, shape.num_heads_kv,
                              shape.batch, args.arrays.schedule);
@@ -188,6 +205,9 @@ static_assert((GROUP_PARTS == 1 || CAUSAL) && (TAIL_PARTS == 1 || !CAUSAL),
               "key tiles are alike in full calls alone");
 static_assert(!HEADS_INNERMOST || (CAUSAL && !WINDOW && !DETERMINISTIC && !SKIPS_TILES),
               "other calls have an order, or skip tiles");
+static_assert(!OWNED_DQ || !(WINDOW || WARP_PRODUCER || DETERMINISTIC || HEADS_INNERMOST
+                             || HAS_PARTS),
+              "a block visits consecutive tiles, in its own order");
 
 // No query sees keys left of every WINDOW, nor keys of a sequence without queries. The first query
 // tile is visited all the same, so that every key tile takes part in the pipeline and consecutive

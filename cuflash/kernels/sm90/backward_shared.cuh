@@ -68,6 +68,21 @@ template <> struct KeyTileBarriers<true> {
     }
 };
 
+// The barriers of OWNED_DQ (backward_owned_dq.cuh): a sum of dQ is in a consumer's staging buffer.
+template <bool> struct OwnedDqBarriers {
+    __device__ __forceinline__ void init_owned_dq() {}
+    __device__ __forceinline__ u32 sum_loaded(int) { return 0; }
+};
+template <> struct OwnedDqBarriers<true> {
+    u64 loaded[CONSUMERS];
+    __device__ __forceinline__ void init_owned_dq() {
+        for (u64& barrier : loaded) mbarrier_init(shared_address(&barrier), 1);
+    }
+    __device__ __forceinline__ u32 sum_loaded(int consumer) {
+        return shared_address(&loaded[consumer]);
+    }
+};
+
 struct SharedTiles : KeyTileStages<DOUBLE_BUFFERED_K> {
     SmemTile<BLOCK_Q, HEAD_DIM> q[STAGES];
     SmemTile<BLOCK_Q, HEAD_DIM_V> dout[STAGES];
@@ -81,7 +96,7 @@ struct SharedTiles : KeyTileStages<DOUBLE_BUFFERED_K> {
     WorkTile work_tiles[WORK_STAGES];
     int has_boundary[BOUNDARY_FLAGS];
 };
-struct SharedPlan : SharedTiles, KeyTileBarriers<DOUBLE_BUFFERED_K> {};
+struct SharedPlan : SharedTiles, KeyTileBarriers<DOUBLE_BUFFERED_K>, OwnedDqBarriers<OWNED_DQ> {};
 static_assert(sizeof(SharedPlan) == SHARED_BYTES, "the plan and the kernel disagree");
 
 // By one thread, before the block's first barrier.
@@ -105,5 +120,6 @@ __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
         mbarrier_init(shared_address(&shared.work_empty[i]), CONSUMER_WARPS + CONSUMERS + 1);
     }
     shared.init();
+    shared.init_owned_dq();
     fence_mbarrier_init();
 }
