@@ -28,6 +28,7 @@ from cuflash.plans import (
     sm80,
     sm80_derivatives,
     sm90,
+    sm90_backward,
     sm90_backward_passes,
     sm90_double_backward,
     sm90_forward_wide,
@@ -66,7 +67,7 @@ def _makers(
 _MAKERS: dict[str, dict[str, Maker]] = {
     "sm90": {
         "forward": sm90.FORWARD,
-        "backward": sm90.BACKWARD,
+        "backward": sm90_backward.BACKWARD,
         "jvp": sm90_jvp.JVP,
         "double_backward": sm90_double_backward.DOUBLE_BACKWARD,
     },

@@ -14,11 +14,10 @@ from .sm90 import (
     buffers_of_options,
     has_wide_heads,
     head_dims,
-    heads_innermost,
-    rows_kernel,
     score_bends,
     scores_twice,
 )
+from .sm90_backward import heads_innermost, rows_kernel
 from .steps import (
     count_tiles,
     gradients_of_rows,

@@ -14,14 +14,12 @@ from .kernel import EVEN_SECTIONS, Device, KernelPlan, Launch, Maker, Plan
 from .rounding import round_up
 from .simt_derivatives import double_backward_kernels, recompute_launch
 from .sm90 import (
-    MAX_SEMAPHORE_HEADS,
     MBARRIER_BYTES,
     head_dims,
-    heads_innermost,
-    rows_kernel,
     runs_derivatives,
     score_bends,
 )
+from .sm90_backward import MAX_SEMAPHORE_HEADS, heads_innermost, rows_kernel
 from .steps import (
     count_tiles,
     delta_buffers,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import cuflash
-from cuflash.plans import sm90
+from cuflash.plans import sm90_backward
 from cuflash.plans.plan import device_of_arch, plan
 from helpers import calls, expected
 from helpers.backends import EmulatedBackend
@@ -31,7 +31,7 @@ CASE = Case("bfloat16", 2, 100, 150, 4, 1, 64, 64, causal=True, on=ON)
 @pytest.fixture(autouse=True)
 def short_parts(request, monkeypatch):
     if "which" not in request.node.name:
-        monkeypatch.setattr(sm90, "_PART_ITERATIONS", 1)
+        monkeypatch.setattr(sm90_backward, "_PART_ITERATIONS", 1)
 
 
 @needs_compiler

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cuflash.plans import sm90
+from cuflash.plans import sm90_backward
 from cuflash.plans.plan import device_of_arch, plan
 from helpers.backends import EmulatedBackend
 from helpers.checks import check_gradients
@@ -21,7 +21,7 @@ CASE = Case("bfloat16", 1, 200, 257, 4, 2, 64, 64, on=ON)
 @pytest.mark.parametrize("num_sms", [4, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients(num_sms, head_dim, monkeypatch):
-    monkeypatch.setattr(sm90, "_tail_parts", lambda *_: 3)
+    monkeypatch.setattr(sm90_backward, "_tail_parts", lambda *_: 3)
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
     on = replace(ON, num_sms=num_sms)
     check_gradients(EmulatedBackend(), replace(CASE, **dims, on=on))
