@@ -77,7 +77,7 @@ def _have_room(device: Device, tile: Tile, small: int, large: int) -> bool:
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     weight_keys = _weight_keys(tile)
-    if problem.bias == "float32":
+    if steps.adds_floats(problem):
         # All columns of P, if as many blocks have room: biases wait there.
         small = _forward_shared(problem, tile)
         large = _forward_shared(problem, tile, tile.block_k)

@@ -210,6 +210,11 @@ def option_constants(
     )
 
 
+def adds_floats(problem: Problem) -> bool:
+    """Whether a float32 array is added to scores."""
+    return problem.bias == "float32"
+
+
 def some_options(
     problem: Problem, family: FamilyName, *names: str, reads_dlse: bool = False
 ) -> tuple[tuple[str, bool | str], ...]:
