@@ -96,7 +96,6 @@ PLACES = {
     "plans/sm90_double_backward": (
         "the one that it has, and what it lacks", "return_dmod score_mod",
     ),
-    "plans/fma": ("biases that wait in shared memory", "bias"),
     "plans/sm90_jvp": ("the one that it has", "score_mod"),
     "plans/sm90": (
         "memory, registers, a softcap as a score",
