@@ -83,6 +83,8 @@ def results(arrays, function, t, return_dmod):
 @pytest.mark.parametrize("name", ARRAYS)
 def test_is_read(backend, name):
     function, t = ARRAYS[name]
+    if backend.name == "cupy" and not t.dtype.isnative:
+        pytest.skip("CuPy's arrays have the machine's byte order")
     has_gradient = name in ("reversed", "broadcast", "float16", "no elements")
     arrays = inputs(CASE)
     want = results(arrays, function, t, has_gradient)
