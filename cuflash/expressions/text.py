@@ -534,9 +534,10 @@ class _Body:
 
     def _by_constant(self, node: Node, args: list[str]) -> str:
         value = node.args[1].value
-        inverse = 1 / value if value else 0.0
-        if self._exact or not math.isfinite(value) or not inverse:
+        # Beyond, the inverse or the value is no normal float32.
+        if self._exact or not 2.0**-126 <= abs(value) <= 2.0**126:
             return f"ex::divide<false>({', '.join(args)})"
+        inverse = 1 / value
         return (
             f"ex::divide_constant{self._fast(node)}({', '.join(args)},"
             f" Real({inverse.hex()}))"
@@ -825,18 +826,30 @@ _STEPS = frozenset((
     "remainder", "less", "less_equal", "greater", "greater_equal", "equal",
     "not_equal",
 ))  # fmt: skip
+# Defined on a part of the reals, or telling what is: 1 - 1 has a square root,
+# 1 - (1 + 2^-23) has none.
+_DOMAINS = frozenset((
+    "sqrt", "log", "log2", "log10", "log1p", "power", "isnan", "isinf",
+))  # fmt: skip
 
 
 def _before_steps(order: Sequence[Node]) -> set[Node]:
-    """The nodes whose last bit may decide where a step is, as of an index.
+    """The nodes whose last bit may decide what a value is.
 
-    Of those of a score it may: a score is rounded before.
+    Where a step is, as of an index, or whether there is a value. Of those of
+    a score it may decide a step: a score is rounded before.
     """
+    steps = {x for x in _before(order, _STEPS) if "score" not in x.depends}
+    return steps | _before(order, _DOMAINS)
+
+
+def _before(order: Sequence[Node], ops: frozenset[str]) -> set[Node]:
+    """What the operations' operands are computed of."""
     found: set[Node] = set()
     for node in reversed(order):
-        if node in found or node.op in _STEPS:
+        if node in found or node.op in ops:
             found.update(node.args)
-    return {x for x in found if "score" not in x.depends}
+    return found
 
 
 def _free(gather: Node) -> list[int]:

@@ -23,7 +23,7 @@ from . import block_slices, functions
 from .compiled_functions import Blocks, visible_in
 from .dtypes import to_numpy
 from .function_keys import key_of
-from .listed_blocks import key_if_implied
+from .listed_blocks import is_captured, key_if_implied
 
 _Mask = Callable[..., Any]
 
@@ -286,18 +286,21 @@ def create_block_mask(
 
 
 class _Theirs:
-    """The mask of a BlockMask of PyTorch's, and what it was made of."""
+    """The mask of a BlockMask of PyTorch's, and what it was made of.
 
-    def __init__(self, block_mask: Any) -> None:
+    look : whether to find out if the mask_mod implies the lists.
+    """
+
+    def __init__(self, block_mask: Any, look: bool) -> None:
         self._parts = _parts_of(vars(block_mask))
         self._tensors = [x for x in self._parts if isinstance(x, torch.Tensor)]
         self._versions = _versions_of(self._tensors)
         self.shape = tuple(block_mask.shape)
         blocks, self._mask_mod = _blocks(block_mask), block_mask.mask_mod
-        self._serial: int | None = None
-        if self._versions is not None:  # else this is made in each call
-            self._serial = key_if_implied(blocks, block_mask.seq_lengths)
-        is_implied = self._serial is not None
+        self._key: object = None
+        if look and self._versions is not None:  # else it is made each call
+            self._key = key_if_implied(blocks, block_mask.seq_lengths)
+        is_implied = self._key is not None
         visible = self._mask_mod if is_implied else _with_table(blocks)
         self.snapshot = functions.Snapshot(visible)
 
@@ -307,12 +310,15 @@ class _Theirs:
 
     def is_of(self, block_mask: Any) -> bool:
         """Whether the block mask still is what it was."""
+        if not self.lists(block_mask):
+            return False
+        return self._key is None or key_of(self._mask_mod).value == self._key
+
+    def lists(self, block_mask: Any) -> bool:
+        """Whether its parts are the same; what mask_mod reads may differ."""
         parts = _parts_of(vars(block_mask))
         if not all(map(operator.is_, parts, self._parts)):
             return False
-        if self._serial is not None:
-            if key_of(self._mask_mod).serial != self._serial:
-                return False
         versions = self._versions
         return versions is not None and _versions_of(self._tensors) == versions
 
@@ -372,7 +378,11 @@ def mask_of(
     _check_sizes(tuple(block_mask.shape), sizes)
     if compiling:
         return _blocks(block_mask)
-    found = own[_KNOWN] = _Theirs(block_mask)
+    # A function that has changed may do so in each call: no second look.
+    look = found is None or not found.lists(block_mask)
+    found = _Theirs(block_mask, look)
+    if not is_captured(block_mask.kv_num_blocks):
+        own[_KNOWN] = found  # else its table is written by replays alone
     return found
 
 

@@ -24,10 +24,10 @@ from .tracing import PLAIN
 _MOST_BLOCKS = 2**18
 
 
-def key_if_implied(blocks: Blocks, lengths: tuple[int, int]) -> int | None:
+def key_if_implied(blocks: Blocks, lengths: tuple[int, int]) -> object:
     """The key of a mask_mod that implies all that is listed; None otherwise.
 
-    Another one later, `key_of(mask_mod).serial`, says that the function may
+    Another one later, `key_of(mask_mod).value`, says that the function may
     have changed. One that reads a tensor may change unseen, and implies
     nothing. The table comes to the host, which waits for it.
     """
@@ -46,7 +46,7 @@ def key_if_implied(blocks: Blocks, lengths: tuple[int, int]) -> int | None:
     left = _visibility(graph, listed.shape, lengths, blocks.size[:2])
     none, every = listed == 0, listed == 2
     disagrees = (none & (left != NONE)) | (every & (left != ALL))
-    return None if disagrees.any() else key.serial
+    return None if disagrees.any() else key.value
 
 
 def _is_readable(table: torch.Tensor) -> bool:
@@ -54,7 +54,12 @@ def _is_readable(table: torch.Tensor) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or table.is_meta:
         return False
-    return not (table.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not is_captured(table)
+
+
+def is_captured(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph records what is done with it."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _visibility(

@@ -1,11 +1,14 @@
 """Block masks of PyTorch's whose blocks follow from their mask_mod."""
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch")
 
 from torch.nn.attention import flex_attention as theirs  # noqa: E402
 
+from cuflash.torch import block_mask as block_masks  # noqa: E402
 from cuflash.torch import create_block_mask, flex_attention  # noqa: E402
 from cuflash.torch.block_mask import mask_of  # noqa: E402
 from helpers.compare import assert_bitwise  # noqa: E402
@@ -92,3 +95,41 @@ def test_a_function_that_changes_later(monkeypatch):
     out = flex_attention(zeros, zeros, value, block_mask=mask)
     assert out[0, 0, 39, 0] == 0  # its block is hidden
     assert out[0, 0, 31, 0] > 0  # its block was cut
+
+
+def test_the_host_waits_once(monkeypatch):
+    """For partial functions and objects, too, and where a dict changes."""
+
+    class Near:
+        reach = 5
+
+        def __call__(self, b, h, i, j):
+            return i - j < self.reach
+
+    numbers = {"reach": 5, "step": 0}
+    near = {
+        "partial": functools.partial(lambda n, b, h, i, j: i - j < n, 5),
+        "object": Near(),
+        "a dict": lambda b, h, i, j: i - j < numbers["reach"],
+    }
+    looks, look = [], block_masks.key_if_implied
+    monkeypatch.setattr(
+        block_masks, "key_if_implied",
+        lambda *x: looks.append(x) or look(*x),
+    )  # fmt: skip
+    for name, mask_mod in near.items():
+        mask = block_mask(mask_mod, 40)
+        looks.clear()
+        for numbers["step"] in range(3):
+            assert is_implied(mask, 40) or name == "a dict"
+        assert len(looks) == 1, name
+
+
+def test_a_table_that_a_graph_records_is_not_kept(monkeypatch):
+    mask = block_mask(causal, 40)
+    for recorded in (True, False):
+        monkeypatch.setattr(
+            block_masks, "is_captured", lambda x, found=recorded: found
+        )
+        mask_of(mask, (2, 2, 40, 40))
+        assert (block_masks._KNOWN in vars(mask)) is not recorded

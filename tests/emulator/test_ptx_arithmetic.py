@@ -100,6 +100,39 @@ def test_reciprocals_are_right_to_their_bound(backend, seed):
     )
 
 
+def quotients(a, b, backend):
+    y = np.empty(a.shape, np.float32)
+    given = {"a": read_only(a), "b": read_only(b), "y": y}
+    blocks = a.size // 32
+    run("primitives/quotients", given, backend, threads=32, blocks=blocks)
+    return y
+
+
+@on_both
+@given(seed=SEEDS)
+@np.errstate(all="ignore")
+def test_quotients_are_right_to_their_bound(backend, seed):
+    """PTX ISA, "div.full": 2 ulp, subnormal and large divisors too."""
+    rng = np.random.default_rng(seed)
+    b = np.ldexp(rng.uniform(1, 2, 64), rng.integers(-149, 128, 64))
+    b = b.astype(np.float32)
+    a = (b * 2.0 ** rng.uniform(-3, 3, 64)).astype(np.float32)
+    a = np.where(np.isfinite(a), a, np.float32(1))
+    want = a.astype(np.float64) / b
+    ulp = 2.0 ** np.maximum(np.floor(np.log2(want)) - 23, -149)
+    error = np.abs(quotients(a, b, backend) - want)
+    assert_at_most(error, 2 * ulp, "error")
+
+
+@on_both
+@np.errstate(all="ignore")
+def test_quotients_of_special_numbers(backend):
+    a, b = np.meshgrid(*[np.array([0, 1, 2.0**-140, np.inf], np.float32)] * 2)
+    a, b = np.resize(a, 32), np.resize(b, 32) * np.repeat([1, -1], 16)
+    b = b.astype(np.float32)
+    assert_same_floats(quotients(a, b, backend), a / b)
+
+
 @on_both
 @given(seed=SEEDS)
 def test_maxima_of_upper_halves(backend, seed):

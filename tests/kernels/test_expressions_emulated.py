@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cuflash.expressions import derivative
 from expression_strategies import ARRAYS, Drawn, masks, masks_of_ints, scores
 from helpers.backends import EMULATED
-from helpers.compare import assert_all
+from helpers.compare import assert_all, assert_allclose
 from helpers.drawn import num_examples
 from helpers.expression_calls import (
     Pairs,
@@ -211,6 +211,28 @@ def test_former_faults(element, short):
                 want = pairs.bounded(root, own, of_score)
                 assert_within(got, want, of_scores[i])
             assert 2 not in x.inside, of_scores[i]
+
+
+# Defined where quotients of equal numbers are 1, divisors not flushed to 0.
+EDGES = (
+    "score + np.sqrt((q_idx + 35) / (q_idx + 35.0) - 1)",
+    "score + np.log((q_idx + 35) / (q_idx + 35.0))",
+    "score + np.sqrt((abs(score) + 1.3) / (abs(score) + 1.3) - 1)",
+    "score + ((kv_idx + 35) / (kv_idx + 35.0) - 1) ** 0.5",
+    "score + score * 0 / (1e-40 * (q_idx + 1))",
+    "score + score * 0 / 1e-40",
+    "score * ((q_idx + 1) * 1e-40 / (1e-40 * (q_idx + 1)))",
+    "score + np.exp(score / 64 + 88) / (1 + np.exp(score / 64 + 88)) - 1",
+)
+
+
+def test_quotients_at_the_edge_of_a_domain():
+    of_scores = [Drawn("score_mod", x) for x in EDGES]
+    none = [None] * len(EDGES)
+    _, found, pairs, *_ = run(of_scores, none, 3, "bfloat16")
+    for x, of in zip(found, EDGES, strict=True):
+        # exp2_approx errs by 2^-22; of 4 at most are rounded.
+        assert_allclose(x.score, pairs.score, of, atol=2.0**-20)
 
 
 # Reads, and whether the tile of all pairs has them inside.

@@ -158,7 +158,8 @@ template <class T> struct Zeros {
     T* end() { return first + count; }
 };
 
-// A resident block, or a cluster of them. Its shared memory is in shared_bytes while it runs, otherwise in `shared`.
+// A resident block, or a cluster of them. Its shared memory is in shared_bytes while it runs,
+// otherwise in `shared`.
 struct Block {
     int index = -1;
     uint32_t run = 0;                                       // counts blocks of all launches

@@ -39,6 +39,14 @@ EMULATOR_CALLED float reciprocal_approx(float x) {
     return flushed(1.0f / flushed(x));
 }
 
+// As NVIDIA GPUs do it: by the inverse of a b whose inverse is normal, so that a / a may differ
+// from 1.
+EMULATOR_CALLED float divide_approx(float a, float b) {
+    const float size = fabsf(b);
+    const float factor = size > 0x1p126f ? 0.25f : size < 0x1p-126f ? 0x1p24f : 1.0f;
+    return a * factor * (1.0f / (b * factor));
+}
+
 EMULATOR_CALLED u32 multiply_float16_pairs(u32 a, u32 b) {
     const auto product = [&](auto half) {
         return to_float(half(a)) * to_float(half(b));

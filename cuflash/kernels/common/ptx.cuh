@@ -82,6 +82,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
+// a / b with an error of at most 2 ulp, also of a subnormal or a large b. PTX ISA: div.full.f32.
+__device__ __forceinline__ float divide_approx(float a, float b) {
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
 // Whether there is redux.sync.
 #if __CUDA_ARCH__ >= 800
 constexpr bool HAS_REDUX = true;

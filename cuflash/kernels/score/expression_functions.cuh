@@ -84,10 +84,10 @@ template <class T> inline T multiply_add(T a, T b, T c) { return fma(a, b, c); }
 // a b; 0 where a is, though b may be infinite or NaN.
 template <class T> inline T product_if(T a, T b) { return a == T(0) ? a : a * b; }
 
-// FAST: of 16-bit elements, to some 2^-22 of the result. A b beyond 2^126 counts as infinite.
+// FAST: of 16-bit elements, to some 2^-22 of the result, and a / a may differ from 1.
 template <bool FAST, class A, class B> inline auto divide(A a, B b) {
     if constexpr (NUMBERS<A, B>) {
-        if constexpr (FAST) return a * reciprocal_approx(b);
+        if constexpr (FAST) return divide_approx(a, b);
         else return a / b;
     } else {
         using T = Common<A, B>;
