@@ -349,7 +349,9 @@ def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
 
     Every query tile sees the first key tile, and no two iterations in
     succession visit the same query tile. Measured to be faster where L2 holds
-    the heads in progress (docs/lab/sm90_short_backward.md).
+    the heads in progress, with as many keys as queries
+    (docs/lab/sm90_short_backward.md): beside more keys dQ is a smaller part,
+    and the causal mask hides fewer of them.
     """
     heads = problem.batch * problem.num_heads_kv
     rounds = ceil_div(heads, device.num_sms)
@@ -363,6 +365,7 @@ def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
         and (
             problem.seqlen_q > tile.block_q or problem.seqlen_k <= tile.block_k
         )
+        and problem.seqlen_k <= round_up(problem.seqlen_q, tile.block_k)
         and not (problem.causal and problem.seqlen_q > problem.seqlen_k)
         and heads >= _OWNED_BUSY * rounds * device.num_sms
         and in_progress <= _OWNED_OF_L2 * device.l2_bytes

@@ -40,7 +40,7 @@ def test_gradients(backend, head_dim, causal):
 
 
 @on_kernels
-@pytest.mark.parametrize("lengths", [(129, 385), (256, 256), (384, 255)])
+@pytest.mark.parametrize("lengths", [(257, 384), (256, 256), (384, 255)])
 def test_lengths(backend, lengths):
     """With one mask or the other: more queries than keys own no dQ."""
     for causal in {False, lengths[0] <= lengths[1]}:
@@ -56,7 +56,9 @@ def test_lengths(backend, lengths):
 def test_strides_and_padded_columns(backend):
     """Also one key tile, whose parts are no sums, of several query tiles."""
     dims = {"head_dim": 60, "head_dim_v": 52, "layout": "unlike"}
-    check_gradients(backend, replace(CAUSAL, **dims, seqlen_q=200))
+    check_gradients(
+        backend, replace(CAUSAL, **dims, seqlen_q=200, seqlen_k=250)
+    )
     wider = {"head_dim": 100, "head_dim_v": 72, "layout": "unlike"}
     check_gradients(backend, replace(CASE, **wider, seqlen_k=128))
 
@@ -98,12 +100,17 @@ def test_deterministic_is_the_same_call(backend):
         (True, {"causal": False}),
         (True, {"deterministic": True}),
         (True, {"seqlen_q": 100, "seqlen_k": 128}),
+        (True, {"seqlen_q": 385}),
         # Two iterations in succession would be of the same query tile.
         (False, {"seqlen_q": 128}),
         # Some queries see no key tile.
         (False, {"seqlen_k": 500}),
         # L2 does not hold as many heads as SMs.
         (False, {"seqlen_q": 1024, "seqlen_k": 1024, "causal": False}),
+        # With longer keys little is gained, or L2 holds less, than measured.
+        (False, {"seqlen_k": 513}),
+        (False, {"seqlen_k": 1024}),
+        (False, {"seqlen_k": 8192, "causal": False}),
         # Seven SMs have a head, the others have none or two.
         (False, {"batch": 1, "num_heads_q": 7, "num_heads_kv": 7}),
         (False, {"num_heads_kv": 12}),
