@@ -67,6 +67,16 @@ def test_the_same_bits_in_every_order(backend, causal):
     check_gradients(backend, case)
 
 
+@on_emulator
+def test_sections_that_begin_with_the_last_keys(backend):
+    """Pairs whose predecessor does not visit their first query tiles."""
+    on = Emulation("sm_90a", num_sms=4, resident=2, l2_bytes=1)
+    sections = sizes(1, 150, 260, 6, 3, 256, 256, causal=True)
+    check_gradients(
+        backend, replace(CAUSAL, **sections, deterministic=True, on=on)
+    )
+
+
 @on_kernels
 def test_masked_nan_does_not_spread(backend):
     """NaN in a query and its dout, in a key and its value."""
