@@ -88,7 +88,7 @@ def _most_semaphore_heads(form: _Form) -> int:
     problem = form.problem
     q_tiles = count_tiles(problem, problem.seqlen_q, form.tile.block_q)
     iterations = problem.group_size * q_tiles
-    least = _SEMAPHORE_INTERVAL * form.device.num_sms // iterations
+    least = _SEMAPHORE_INTERVAL * form.device.num_sms // max(iterations, 1)
     return max(MAX_SEMAPHORE_HEADS, least)
 
 
@@ -203,9 +203,8 @@ def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
     if problem.causal or not _may_have_parts(problem, tile):
         return 1
     rest = key_tiles(problem, tile.block_k) % device.num_sms
-    iterations = problem.group_size * count_tiles(
-        problem, problem.seqlen_q, tile.block_q
-    )
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    iterations = max(problem.group_size * q_tiles, 1)
 
     def cost(parts: int) -> int:
         rounds = ceil_div(rest * parts, device.num_sms)
@@ -364,7 +363,7 @@ def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
             problem.seqlen_q > tile.block_q or problem.seqlen_k <= tile.block_k
         )
         and not (problem.causal and problem.seqlen_q > problem.seqlen_k)
-        and heads >= _OWNED_BUSY * rounds * device.num_sms
+        and heads >= max(_OWNED_BUSY * rounds * device.num_sms, 1)
         and in_progress <= _OWNED_OF_L2 * device.l2_bytes
     )
 
