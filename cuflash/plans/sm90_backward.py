@@ -124,10 +124,14 @@ _CLUSTER_BLOCKS, _CLUSTER_HEAD_DIM = 2, 256
 
 
 def _in_clusters(problem: Problem, tile: Tile) -> bool:
-    """Whether a tile is for sm90/backward_cluster.cu: no options, at 256."""
+    """Whether a tile is for sm90/backward_cluster.cu: no options, at 256.
+
+    Of a single key tile a cluster's second block would work on no keys.
+    """
     return (
         _is_wide(tile)
         and tile.num_stages == 2
+        and count_tiles(problem, problem.seqlen_k, tile.block_k) > 1
         and head_dims(problem) == (_CLUSTER_HEAD_DIM, _CLUSTER_HEAD_DIM)
         and _is_plain(problem)
         and not is_packed(problem)

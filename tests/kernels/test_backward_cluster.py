@@ -24,7 +24,8 @@ on_emulator = pytest.mark.parametrize("backend", [EMULATED])
 
 @on_kernels
 @pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(1, 1), (63, 64), (64, 65), (65, 129), (70, 3)]
+    ("seqlen_q", "seqlen_k"),
+    [(1, 65), (63, 128), (64, 66), (65, 129), (70, 66)],
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_edges_of_tiles(backend, seqlen_q, seqlen_k, causal):
@@ -80,16 +81,22 @@ def test_sections_that_begin_with_the_last_keys(backend):
 @on_kernels
 def test_masked_nan_does_not_spread(backend):
     """NaN in a query and its dout, in a key and its value."""
+    # In different heads: those queries would spoil all gradients of the key's.
     late = CAUSAL.seqlen_k - 5  # the last five queries see it
-    places = {"q": 3, "dout": 3, "k": late, "v": late}
-    spoiled = tuple((x, (0, i, 0, 250), "nan") for x, i in places.items())
+    places = {"q": (3, 2), "dout": (3, 2), "k": (late, 0), "v": (late, 0)}
+    spoiled = tuple((x, (0, *at, 250), "nan") for x, at in places.items())
     got = check_gradients(backend, replace(CAUSAL, spoiled=spoiled))
     assert 0 < np.isnan(np.float32(got[0])).mean() < 0.2  # of dq
 
 
 @pytest.mark.parametrize(
     ("changes", "kernel"),
-    [({}, "cluster"), ({"dlse": True}, "cluster"), ({"softcap": 2.0}, "wide")],
+    [
+        ({}, "cluster"),
+        ({"dlse": True}, "cluster"),
+        ({"softcap": 2.0}, "wide"),
+        ({"seqlen_k": 64}, "wide"),
+    ],
 )
 def test_which_calls_run_it(changes, kernel):
     problem = small_problem("backward", "float16", 256, **changes)
