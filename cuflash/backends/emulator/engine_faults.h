@@ -60,6 +60,21 @@ std::string name_of(const Block& b, int index) {
          + " (warp " + std::to_string(own / LANES) + ", lane " + std::to_string(own % LANES) + ")";
 }
 
+// Another thread than the running one, or a warp, of the block; of a cluster, with its block.
+std::string name_of_other(const char* kind, int number, int of_block) {
+    const int rank = number / of_block;
+    return kind + std::to_string(number % of_block) + (launch.cluster == 1 ? ""
+        : " of block " + std::to_string(block->index * launch.cluster + rank));
+}
+
+std::string other_thread(int index) {
+    return name_of_other("thread ", index, launch.block_threads);
+}
+
+std::string other_warp(int warp) {
+    return name_of_other("warp ", warp, (launch.block_threads + LANES - 1) / LANES);
+}
+
 [[noreturn]] void fault_at(const std::string& where, const std::string& what) {
     const std::string who = thread == nullptr ? "outside of all threads"
                                               : name_of(*block, thread->index);
