@@ -313,6 +313,11 @@ FAULTS_ON_HOPPER = [
     Case("cluster_into_the_next_block", "which has 320$", **PAIR),
     Case("cluster_address_of_another_block", NOT_OWN, **PAIR),
     Case("cluster_waits_at_another_block", NOT_OWN, **PAIR),
+    Case(
+        "cluster_arrival_missing",
+        "mbarrier at byte 256 of block 1: phase 0 lacks 1 of 1 arrival",
+        **PAIR,
+    ),
     Case("tma_store_no_proxy_fence", UNFENCED, **STORE),
     Case("tma_store_no_syncthreads", RACE, **STORE),
     Case("tma_store_not_committed", "the thread ends while", **STORE),

@@ -39,8 +39,8 @@ Mbarrier& mbarrier_at(uint32_t address, Site site) {
     // Initialisation is a write to shared memory and must be ordered before this use.
     const Granule& g = block->granules[address / GRANULE];
     if (!write_is_ordered(g))
-        fault(site, "uses the mbarrier at byte %u of shared memory, which %s has "
-              "initialised without a barrier in between", address, other_thread(g.writer).c_str());
+        fault(site, "uses the %s, which %s has initialised without a barrier in between",
+              name_of_mbarrier(*block, address).c_str(), other_thread(g.writer).c_str());
     return found->second;
 }
 
@@ -162,8 +162,8 @@ void mbarrier_arrive(uint32_t address, int bytes, Site site) {
         end_phase(barrier);
         barrier.waiting.clear();
         if (barrier.missing == 0)
-            fault(site, "arrives at the mbarrier at byte %u, which has all %d arrivals of its "
-                  "phase and waits for %lld bytes", address, barrier.expected,
+            fault(site, "arrives at the %s, which has all %d arrivals of its phase and waits "
+                  "for %lld bytes", name_of_mbarrier(*block, address).c_str(), barrier.expected,
                   static_cast<long long>(barrier.bytes));
     }
     barrier.bytes += bytes;
@@ -282,8 +282,8 @@ namespace {
 Mbarrier& fenced_mbarrier_at(uint32_t address, Site site) {
     Mbarrier& barrier = mbarrier_at(address, site);
     if (!barrier.fenced)
-        fault(site, "TMA may not see the mbarrier at byte %u yet: its initialisation "
-              "was not fenced", address);
+        fault(site, "TMA may not see the %s yet: its initialisation was not fenced",
+              name_of_mbarrier(*block, address).c_str());
     return barrier;
 }
 
