@@ -88,7 +88,7 @@ def _most_semaphore_heads(form: _Form) -> int:
     problem = form.problem
     q_tiles = count_tiles(problem, problem.seqlen_q, form.tile.block_q)
     iterations = problem.group_size * q_tiles
-    least = _SEMAPHORE_INTERVAL * form.device.num_sms // iterations
+    least = _SEMAPHORE_INTERVAL * form.device.num_sms // max(iterations, 1)
     return max(MAX_SEMAPHORE_HEADS, least)
 
 
@@ -124,10 +124,14 @@ _CLUSTER_BLOCKS, _CLUSTER_HEAD_DIM = 2, 256
 
 
 def _in_clusters(problem: Problem, tile: Tile) -> bool:
-    """Whether a tile is for sm90/backward_cluster.cu: no options, at 256."""
+    """Whether a tile is for sm90/backward_cluster.cu: no options, at 256.
+
+    Of a single key tile a cluster's second block would work on no keys.
+    """
     return (
         _is_wide(tile)
         and tile.num_stages == 2
+        and count_tiles(problem, problem.seqlen_k, tile.block_k) > 1
         and head_dims(problem) == (_CLUSTER_HEAD_DIM, _CLUSTER_HEAD_DIM)
         and _is_plain(problem)
         and not is_packed(problem)
@@ -203,9 +207,8 @@ def _tail_parts(problem: Problem, device: Device, tile: Tile) -> int:
     if problem.causal or not _may_have_parts(problem, tile):
         return 1
     rest = key_tiles(problem, tile.block_k) % device.num_sms
-    iterations = problem.group_size * count_tiles(
-        problem, problem.seqlen_q, tile.block_q
-    )
+    q_tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    iterations = max(problem.group_size * q_tiles, 1)
 
     def cost(parts: int) -> int:
         rounds = ceil_div(rest * parts, device.num_sms)
@@ -367,7 +370,7 @@ def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
         )
         and problem.seqlen_k <= round_up(problem.seqlen_q, tile.block_k)
         and not (problem.causal and problem.seqlen_q > problem.seqlen_k)
-        and heads >= _OWNED_BUSY * rounds * device.num_sms
+        and heads >= max(_OWNED_BUSY * rounds * device.num_sms, 1)
         and in_progress <= _OWNED_OF_L2 * device.l2_bytes
     )
 

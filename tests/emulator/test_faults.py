@@ -280,6 +280,8 @@ PRODUCT = {"make": warpgroup_multiplied, "threads": 128,
            "shared_bytes": 16384}  # fmt: skip
 LOAD = {"make": box_loaded, "shared_bytes": 1032}
 STORE = {"make": box_stored, "shared_bytes": 1024}
+PAIR = {"threads": 32, "blocks": 2, "cluster": 2, "shared_bytes": 320}
+NOT_OWN = r"shared memory of block (\d) of the cluster, in block (?!\1)"
 REGISTERS = {"make": some(384), "threads": 384}
 FAULTS_ON_HOPPER = [
     # Products of a warpgroup
@@ -306,13 +308,15 @@ FAULTS_ON_HOPPER = [
     Case("mbarrier_not_fenced", "was not fenced", **LOAD),
     Case("mbarrier_no_barrier", "no mbarrier|without a barrier", **LOAD),
     Case("pipeline_stage_never_filled", STUCK, shared_bytes=272),
+    Case("cluster_source_overwritten", "of block 0 may still read", **PAIR),
+    Case("cluster_past_the_end", "which has 320$", **PAIR),
+    Case("cluster_into_the_next_block", "which has 320$", **PAIR),
+    Case("cluster_address_of_another_block", NOT_OWN, **PAIR),
+    Case("cluster_waits_at_another_block", NOT_OWN, **PAIR),
     Case(
-        "cluster_source_overwritten",
-        "may still read",
-        threads=32,
-        blocks=2,
-        cluster=2,
-        shared_bytes=320,
+        "cluster_arrival_missing",
+        "mbarrier at byte 256 of block 1: phase 0 lacks 1 of 1 arrival",
+        **PAIR,
     ),
     Case("tma_store_no_proxy_fence", UNFENCED, **STORE),
     Case("tma_store_no_syncthreads", RACE, **STORE),
@@ -356,6 +360,7 @@ FOUND_BY_SOME_SEEDS = [
     Case("turn_passed_too_early", **IN_TURN),
     Case("syncwarp_mask_too_small"),
     Case("mbarrier_waits_once", **LOAD),
+    Case("cluster_block_has_ended", "which has ended", **PAIR),
 ]
 
 # Kernels without an end: no line is known.

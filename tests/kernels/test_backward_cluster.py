@@ -24,7 +24,8 @@ on_emulator = pytest.mark.parametrize("backend", [EMULATED])
 
 @on_kernels
 @pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"), [(1, 1), (63, 64), (64, 65), (65, 129), (70, 3)]
+    ("seqlen_q", "seqlen_k"),
+    [(1, 65), (63, 128), (64, 66), (65, 129), (70, 66)],
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_edges_of_tiles(backend, seqlen_q, seqlen_k, causal):
@@ -67,19 +68,35 @@ def test_the_same_bits_in_every_order(backend, causal):
     check_gradients(backend, case)
 
 
+@on_emulator
+def test_sections_that_begin_with_the_last_keys(backend):
+    """Pairs whose predecessor does not visit their first query tiles."""
+    on = Emulation("sm_90a", num_sms=4, resident=2, l2_bytes=1)
+    sections = sizes(1, 150, 260, 6, 3, 256, 256, causal=True)
+    check_gradients(
+        backend, replace(CAUSAL, **sections, deterministic=True, on=on)
+    )
+
+
 @on_kernels
 def test_masked_nan_does_not_spread(backend):
     """NaN in a query and its dout, in a key and its value."""
+    # In different heads: those queries would spoil all gradients of the key's.
     late = CAUSAL.seqlen_k - 5  # the last five queries see it
-    places = {"q": 3, "dout": 3, "k": late, "v": late}
-    spoiled = tuple((x, (0, i, 0, 250), "nan") for x, i in places.items())
+    places = {"q": (3, 2), "dout": (3, 2), "k": (late, 0), "v": (late, 0)}
+    spoiled = tuple((x, (0, *at, 250), "nan") for x, at in places.items())
     got = check_gradients(backend, replace(CAUSAL, spoiled=spoiled))
     assert 0 < np.isnan(np.float32(got[0])).mean() < 0.2  # of dq
 
 
 @pytest.mark.parametrize(
     ("changes", "kernel"),
-    [({}, "cluster"), ({"dlse": True}, "cluster"), ({"softcap": 2.0}, "wide")],
+    [
+        ({}, "cluster"),
+        ({"dlse": True}, "cluster"),
+        ({"softcap": 2.0}, "wide"),
+        ({"seqlen_k": 64}, "wide"),
+    ],
 )
 def test_which_calls_run_it(changes, kernel):
     problem = small_problem("backward", "float16", 256, **changes)

@@ -842,6 +842,20 @@ def test_sections_of_segments_are_of_heads(
     assert found == [forward, backward]
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])
+def test_calls_of_nothing_have_plans(empty, causal, deterministic):
+    """A traced call is planned, whatever its lengths are."""
+    options = {"causal": causal, "deterministic": deterministic}
+    for group in (1, 2):
+        heads = {"num_heads_q": 2, "num_heads_kv": 2 // group}
+        decided = planned(
+            "backward", arch="sm_90a", **{empty: 0}, **heads, **options
+        )
+        assert decided.kernels
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "options", "last"),
     [(1024, 256, {}, 8), (4096, 64, {}, 9), (16384, 16, {}, 13),

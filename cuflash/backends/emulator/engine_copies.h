@@ -27,7 +27,34 @@ uint32_t offset_of(uint32_t address) {
          + (address & ((1u << RANK_BIT) - 1));
 }
 
+namespace {
+
+int rank_of(uint32_t address) {
+    return launch.cluster == 1 ? 0 : static_cast<int>(address >> RANK_BIT);
+}
+
+// Only bulk copies and arrivals take addresses of other blocks.
+void check_own(uint32_t address, Site site) {
+    if (launch.cluster > 1 && rank_of(address) != rank_in_cluster())
+        fault(site, "an address in the shared memory of block %d of the cluster, in block %d",
+              rank_of(address), rank_in_cluster());
+}
+
+// A block's shared memory ends with its last thread.
+void check_reachable(uint32_t address, Site site) {
+    const int rank = rank_of(address);
+    if (launch.cluster == 1 || rank == rank_in_cluster()) return;
+    if (rank >= launch.cluster) fault(site, "block %d of a cluster of %d", rank, launch.cluster);
+    const auto first = block->threads.begin() + rank * launch.block_threads;
+    if (std::all_of(first, first + launch.block_threads,
+                    [](const Thread& t) { return t.state == State::ENDED; }))
+        fault(site, "reaches the shared memory of block %d of the cluster, which has ended", rank);
+}
+
+}  // namespace
+
 void* shared_memory(uint32_t address, int bytes, int alignment, Access access, Site site) {
+    check_own(address, site);
     address = offset_of(address);
     const auto where = [&] { return here(site); };
     check_alignment(address, alignment, where);

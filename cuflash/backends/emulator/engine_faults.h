@@ -60,6 +60,21 @@ std::string name_of(const Block& b, int index) {
          + " (warp " + std::to_string(own / LANES) + ", lane " + std::to_string(own % LANES) + ")";
 }
 
+// Another thread than the running one, or a warp, of the block; of a cluster, with its block.
+std::string name_of_other(const char* kind, int number, int of_block) {
+    const int rank = number / of_block;
+    return kind + std::to_string(number % of_block) + (launch.cluster == 1 ? ""
+        : " of block " + std::to_string(block->index * launch.cluster + rank));
+}
+
+std::string other_thread(int index) {
+    return name_of_other("thread ", index, launch.block_threads);
+}
+
+std::string other_warp(int warp) {
+    return name_of_other("warp ", warp, (launch.block_threads + LANES - 1) / LANES);
+}
+
 [[noreturn]] void fault_at(const std::string& where, const std::string& what) {
     const std::string who = thread == nullptr ? "outside of all threads"
                                               : name_of(*block, thread->index);
@@ -89,9 +104,17 @@ std::string value_at(uint64_t address) {
          + array.name + ", which holds " + std::to_string(now);
 }
 
+// By its offset in shared_bytes. faults.py finds the names of a block's bytes.
+std::string name_of_mbarrier(const Block& b, uint64_t offset) {
+    if (launch.cluster == 1) return "mbarrier at byte " + std::to_string(offset);
+    const auto rank = static_cast<int>(offset / launch.block_shared);
+    return "mbarrier at byte " + std::to_string(offset % launch.block_shared) + " of block "
+         + std::to_string(b.index * launch.cluster + rank);
+}
+
 // What a waiting thread waits for.
 std::string awaited_by(const Block& b, const Thread& t) {
-    if (t.awaited == Awaited::MBARRIER) return "mbarrier at byte " + std::to_string(t.awaited_at);
+    if (t.awaited == Awaited::MBARRIER) return name_of_mbarrier(b, t.awaited_at);
     if (t.awaited == Awaited::NAMED_BARRIER) return "barrier " + std::to_string(t.awaited_at);
     if (t.awaited == Awaited::VALUE) return value_at(t.awaited_at);
     const int lane = t.index % LANES;
@@ -158,8 +181,7 @@ void trace_all() {
                                    + std::to_string(b->index) + ", ";
         for (const auto& [address, barrier] : b->mbarriers)
             if (!barrier.waiting.empty())
-                message += of_block + "mbarrier at byte " + std::to_string(address) + ": "
-                         + lacks(barrier);
+                message += of_block + name_of_mbarrier(*b, address) + ": " + lacks(barrier);
         for (int id = 1; id < 16; ++id) {
             const NamedBarrier& barrier = b->named_barriers[id];
             if (barrier.arrived > 0)

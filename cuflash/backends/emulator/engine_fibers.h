@@ -117,7 +117,8 @@ void* enter_next_lane() {
 }
 
 [[noreturn]] void report_overflow() {
-    fprintf(stderr, "block %d, thread %d: a stack overflow\n", block->index, thread->index);
+    fprintf(stderr, "block %d, thread %d: a stack overflow\n", block_of(*block, thread->index),
+            thread->index % launch.block_threads);
     exit(70);
 }
 

@@ -39,8 +39,8 @@ Mbarrier& mbarrier_at(uint32_t address, Site site) {
     // Initialisation is a write to shared memory and must be ordered before this use.
     const Granule& g = block->granules[address / GRANULE];
     if (!write_is_ordered(g))
-        fault(site, "uses the mbarrier at byte %u of shared memory, which thread %d has "
-              "initialised without a barrier in between", address, g.writer);
+        fault(site, "uses the %s, which %s has initialised without a barrier in between",
+              name_of_mbarrier(*block, address).c_str(), other_thread(g.writer).c_str());
     return found->second;
 }
 
@@ -153,6 +153,7 @@ void fence_mbarrier_init() {
 }
 
 void mbarrier_arrive(uint32_t address, int bytes, Site site) {
+    check_reachable(address, site);
     address = offset_of(address);
     Mbarrier& barrier = mbarrier_at(address, site);
     if (barrier.missing == 0) {
@@ -161,8 +162,8 @@ void mbarrier_arrive(uint32_t address, int bytes, Site site) {
         end_phase(barrier);
         barrier.waiting.clear();
         if (barrier.missing == 0)
-            fault(site, "arrives at the mbarrier at byte %u, which has all %d arrivals of its "
-                  "phase and waits for %lld bytes", address, barrier.expected,
+            fault(site, "arrives at the %s, which has all %d arrivals of its phase and waits "
+                  "for %lld bytes", name_of_mbarrier(*block, address).c_str(), barrier.expected,
                   static_cast<long long>(barrier.bytes));
     }
     barrier.bytes += bytes;
@@ -172,6 +173,7 @@ void mbarrier_arrive(uint32_t address, int bytes, Site site) {
 }
 
 bool mbarrier_try_wait(uint32_t address, uint32_t parity, Site site) {
+    check_own(address, site);
     address = offset_of(address);
     Mbarrier* barrier = &mbarrier_at(address, site);
     if (barrier->phase % 2 == parity) {
@@ -280,14 +282,14 @@ namespace {
 Mbarrier& fenced_mbarrier_at(uint32_t address, Site site) {
     Mbarrier& barrier = mbarrier_at(address, site);
     if (!barrier.fenced)
-        fault(site, "TMA may not see the mbarrier at byte %u yet: its initialisation "
-              "was not fenced", address);
+        fault(site, "TMA may not see the %s yet: its initialisation was not fenced",
+              name_of_mbarrier(*block, address).c_str());
     return barrier;
 }
 
 // Marks 16 bytes of shared memory that no thread may access until a bulk copy has landed.
-void expect_chunk(uint32_t to, Site site) {
-    check_shared(to, 16, Access::WRITE, [&] { return here(site); });
+void expect_chunk(uint32_t to, int rank, Site site) {
+    check_shared(to, 16, Access::WRITE, [&] { return here(site); }, false, rank);
     memset(shared_bytes + to, 0xFF, 16);
     for (uint32_t g = to / GRANULE; g < (to + 16) / GRANULE; ++g)
         block->granules[g].landing = static_cast<uint16_t>(thread->index + 1);
@@ -297,6 +299,8 @@ void expect_chunk(uint32_t to, Site site) {
 
 void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
               Site site) {
+    check_reachable(target, site);
+    const int rank = rank_of(target);
     target = offset_of(target);
     address = offset_of(address);
     const TensorMap& map = checked_map(pointer, at, target, site);
@@ -304,7 +308,7 @@ void load_box(uint32_t target, const void* pointer, uint32_t address, const int 
     for_each_row(map, at, [&](const BoxRow& row) {
         if (row.bytes > 0) check_global(row.array, row.bytes, 1, Access::READ, site);
         for (int i = 0; i < SWIZZLED_ROW_BYTES; i += 16)
-            expect_chunk(swizzled(target + row.from + i), site);
+            expect_chunk(swizzled(target + row.from + i), rank, site);
     });
     barrier.loads.push_back(
         {target, map, {at[0], at[1], at[2], at[3]}, thread->index, site, nullptr, 0});
@@ -330,17 +334,22 @@ void check_bulk(const void* array, uint32_t shared, int bytes, Access access, Si
 }  // namespace
 
 void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes, Site site) {
+    check_reachable(target, site);
+    const int rank = rank_of(target);
     target = offset_of(target);
     address = offset_of(address);
     check_bulk(source, target, bytes, Access::READ, site);
     Mbarrier& barrier = fenced_mbarrier_at(address, site);
-    for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
+    for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, rank, site);
     barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
                              static_cast<const unsigned char*>(source), bytes});
     end_phase(barrier);
 }
 
 void copy_shared(uint32_t target, uint32_t source, uint32_t address, int bytes, Site site) {
+    check_own(source, site);
+    check_reachable(target, site);
+    const int rank = rank_of(target);
     target = offset_of(target);
     source = offset_of(source);
     address = offset_of(address);
@@ -353,13 +362,14 @@ void copy_shared(uint32_t target, uint32_t source, uint32_t address, int bytes, 
     check_shared(source, bytes, Access::READ, where, true);
     for (int i = 0; i < bytes; i += GRANULE)
         block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
-    for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, site);
+    for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, rank, site);
     barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
                              shared_bytes + source, bytes});
     end_phase(barrier);
 }
 
 void store_box(const void* pointer, uint32_t source, const int (&at)[4], Site site) {
+    check_own(source, site);
     source = offset_of(source);
     const TensorMap& map = checked_map(pointer, at, source, site);
     const auto where = [&] { return here(site); };
@@ -379,6 +389,7 @@ namespace {
 
 [[gnu::always_inline]] inline void send_in_bulk(
     void* target, uint32_t source, int bytes, Arrives arrives, Site site) {
+    check_own(source, site);
     source = offset_of(source);
     check_bulk(target, source, bytes, Access::WRITE, site);
     check_shared(source, bytes, Access::READ, [&] { return here(site); }, true);

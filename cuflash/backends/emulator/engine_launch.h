@@ -19,10 +19,11 @@ struct Array {
 constexpr uint64_t FIRST_ADDRESS = 0x510000000000, ADDRESS_SPAN = uint64_t{1} << 36;
 
 // The blocks of a cluster run as one block: `threads` and `shared` are those of all of them, one
-// block's after the other's. So what orders accesses orders them across blocks too.
+// block's after the other's. So what orders accesses orders them across blocks too. A block has
+// `own_shared` bytes, its neighbour's begin after `block_shared`.
 struct Launch {
     int blocks = 0, threads = 0, blocks_per_sm = 1, shared = 0, resident = 0, cluster = 1;
-    int block_threads = 0, block_shared = 0;
+    int block_threads = 0, block_shared = 0, own_shared = 0;
     uint64_t seed = 0;
     bool flush_denormals = false, truncates = false;
     const unsigned char* arguments = nullptr;
@@ -82,6 +83,7 @@ void read_launch(const std::string& folder) {
         }
     }
     launch.block_threads = launch.threads;
+    launch.own_shared = launch.shared;
     // Each block's is aligned to the period of the 128-byte swizzle.
     launch.block_shared =
         launch.cluster > 1 ? (launch.shared + 1023) / 1024 * 1024 : launch.shared;

@@ -78,21 +78,19 @@ std::string bytes_at(Access access, int bytes, int64_t offset) {
          + (bytes == 1 ? " byte" : " bytes") + " at byte " + std::to_string(offset);
 }
 
-// The same of shared memory, counted within a block's.
-std::string shared_bytes_at(Access access, int bytes, int64_t offset) {
-    const bool inside = offset >= 0 && offset < launch.shared;
-    return bytes_at(access, bytes, inside ? offset % launch.block_shared : offset)
-         + " of shared memory";
-}
+constexpr int OWN_BLOCK = -1;
 
 // `by_proxy`: the access is made by TMA or wgmma (the async proxy), which sees a thread's writes
-// only after that thread's fence.
+// only after that thread's fence. `rank`: of the block whose shared memory it is.
 template <class Where>
-void check_shared(
-    int64_t offset, int bytes, Access access, const Where& where, bool by_proxy = false) {
-    const auto what = [&] { return shared_bytes_at(access, bytes, offset); };
-    if (offset < 0 || offset + bytes > launch.shared)
-        fault_at(where(), what() + ", which has " + std::to_string(launch.shared));
+void check_shared(int64_t offset, int bytes, Access access, const Where& where,
+                  bool by_proxy = false, int rank = OWN_BLOCK) {
+    if (launch.cluster == 1) rank = 0;
+    else if (rank == OWN_BLOCK) rank = rank_in_cluster();
+    const int64_t of_block = offset - int64_t{rank} * launch.block_shared;
+    const auto what = [&] { return bytes_at(access, bytes, of_block) + " of shared memory"; };
+    if (of_block < 0 || of_block + bytes > launch.own_shared)
+        fault_at(where(), what() + ", which has " + std::to_string(launch.own_shared));
     const int64_t first = offset / GRANULE, end = (offset + bytes - 1) / GRANULE + 1;
     const Granule* before = nullptr;
     for (int64_t i = first; i < end; ++i) {
@@ -101,26 +99,26 @@ void check_shared(
         before = &g;
         if (checked) continue;                              // most equal their neighbour
         if (g.landing != 0)
-            fault_at(where(), what() + ", where a copy of thread " + std::to_string(g.landing - 1)
+            fault_at(where(), what() + ", where a copy of " + other_thread(g.landing - 1)
                      + " is in flight that it has not waited for");
         const bool written = g.written_in == block->run;
         if (access != Access::WRITE && !written)
             fault_at(where(), what() + ", which no thread of the block has written");
         if (written && !write_is_ordered(g, access))
-            fault_at(where(), what() + ", which thread " + std::to_string(g.writer)
+            fault_at(where(), what() + ", which " + other_thread(g.writer)
                      + " has written without a barrier in between");
         if (by_proxy && access != Access::WRITE && g.unfenced != 0
             && g.unfenced == 1 + block->threads[g.writer].proxy_fences)
-            fault_at(where(), what() + ", which thread " + std::to_string(g.writer)
+            fault_at(where(), what() + ", which " + other_thread(g.writer)
                      + " has written without fence.proxy.async");
         if (access == Access::WRITE && g.leaving != 0)
-            fault_at(where(), what() + ", which a bulk store of thread "
-                     + std::to_string(g.leaving - 1) + " may still read");
+            fault_at(where(), what() + ", which a bulk store of "
+                     + other_thread(g.leaving - 1) + " may still read");
     }
     if (access != Access::WRITE) return note_reads(first, end, access);
     const int reader = unordered_reader(first, end);
     if (reader >= 0)
-        fault_at(where(), what() + ", which warp " + std::to_string(reader)
+        fault_at(where(), what() + ", which " + other_warp(reader)
                  + " has read without a barrier in between");
     for (int64_t i = first; i < end; ++i) note_write(block->granules[i]);
 }

@@ -141,8 +141,9 @@ void handle_signal(int number, siginfo_t* info, void*) {
     char message[200];
     const int length = snprintf(
         message, sizeof message, "block %d, thread %d: signal %d at address %p (a stack overflow, "
-        "or an access that no check saw)\n", block == nullptr ? -1 : block->index,
-        thread == nullptr ? -1 : thread->index, number, info->si_addr);
+        "or an access that no check saw)\n",
+        block == nullptr ? -1 : block_of(*block, thread == nullptr ? 0 : thread->index),
+        thread == nullptr ? -1 : thread->index % launch.block_threads, number, info->si_addr);
     if (write(2, message, static_cast<size_t>(length)) < 0) _exit(71);
     _exit(70);
 }

@@ -1,7 +1,7 @@
 // of_block, cluster_rank, shared_of_rank, cluster_sync, copy_to_block and, in odd rounds,
-// copy_to_block_if, mbarrier_arrive_expect_if, mbarrier_arrive_in_cluster_if, on sm_90a: each of two
-// blocks sends 512 bytes of x to the other, which stores them to y, as many times as there are
-// rounds. Shared memory: 1,088 bytes.
+// copy_to_block_if, mbarrier_arrive_expect_if, mbarrier_arrive_in_cluster_if, on sm_90a: each of
+// two blocks sends 512 bytes of x to the other, which stores them to y, as many times as there
+// are rounds. Shared memory: 1,088 bytes.
 // Constants: CLUSTER_BLOCKS, 2.
 #include "common/ptx.cuh"
 
