@@ -27,6 +27,7 @@ VALUES = {
     "ROWS": (16,),
     "NUM_THREADS": (384,),
     "BLOCKS_PER_SM": (1,),
+    "CLUSTER_BLOCKS": (2,),
     "FEWER": (24,),
     "MORE": (240,),
 }

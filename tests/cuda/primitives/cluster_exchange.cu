@@ -2,7 +2,7 @@
 // copy_to_block_if, mbarrier_arrive_expect_if, mbarrier_arrive_in_cluster_if, on sm_90a: each of
 // two blocks sends 512 bytes of x to the other, which stores them to y, as many times as there
 // are rounds. Shared memory: 1,088 bytes.
-// Constants: CLUSTER_BLOCKS, 2.
+// Constants: CLUSTER_BLOCKS.
 #include "common/ptx.cuh"
 
 struct Arguments { const u32* x; u32* y; int rounds; };

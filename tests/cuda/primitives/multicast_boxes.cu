@@ -1,6 +1,6 @@
 // tma_load_multicast, on sm_90a: each of two blocks loads a box of 64 columns and ROWS tokens of x
 // to both; each stores both boxes, undone the swizzle, to its part of `seen`.
-// Constants: ROWS; CLUSTER_BLOCKS, 2.
+// Constants: ROWS, CLUSTER_BLOCKS.
 #include "common/ptx.cuh"
 
 struct Arguments { TensorMap x; void* seen; };

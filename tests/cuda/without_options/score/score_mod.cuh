@@ -1,12 +1,11 @@
 // score_mod.cuh for kernels of calls without options. What has no body is not to be called.
 #pragma once
 #include "common/elements.cuh"
+#include "score/bias.cuh"
 #include "score/expression.cuh"
 #include "score/sink.cuh"
 
 constexpr bool LINEAR = true, BUILT_IN = false, BENDS = false;
-
-struct BiasChunk { u32 words[4]; };
 
 template <class Mod>
 __device__ __forceinline__ bool reads_inside(const Mod&, int, int, int, int) { return false; }
