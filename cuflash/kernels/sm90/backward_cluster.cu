@@ -37,6 +37,7 @@
 #include "sm90/backward_scores.cuh"
 #include "sm90/backward_cluster_producer.cuh"
 #include "sm90/backward_roles.cuh"
+#include "sm90/backward_dq_order.cuh"
 #include "common/dq_accum.cuh"
 
 constexpr int BLOCK_THREADS = 4 * WARPGROUP;
@@ -402,7 +403,8 @@ backward_sm90_cluster(const __grid_constant__ Arguments args) {
     if (role == 0) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce_queries_in_cluster(args, shared);
-        if (threadIdx.x / 32 == 1) order_additions_of_pairs(args, shared);
+        if (threadIdx.x / 32 == 1)                          // of the block's columns
+            shared.order_additions<CLUSTER_BLOCKS>(args, shared, 0, cluster_rank());
         if (threadIdx.x == WARPGROUP - 32) produce_keys_in_cluster(args, shared);
     } else if (role == 1) {
         warpgroup_reg_dealloc<QUERY_REGISTERS>();

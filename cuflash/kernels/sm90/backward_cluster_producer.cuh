@@ -8,7 +8,6 @@
 // of both blocks have read it.
 #pragma once
 #include "sm90/backward_producer.cuh"
-#include "sm90/backward_dq_order.cuh"
 
 // ---- Clusters ----
 
@@ -29,7 +28,7 @@ __device__ __forceinline__ void arrive_in_both(bool condition, u32 barrier) {
 struct alignas(16) SentWorkTile : WorkTile { int padding; };
 
 __device__ __forceinline__ int num_pairs(const Arguments& args) {
-    return (num_key_tiles(args, BLOCK_K) + CLUSTER_BLOCKS - 1) / CLUSTER_BLOCKS;
+    return num_works<CLUSTER_BLOCKS>(args);
 }
 // Pairs have flags, not key tiles: a query tile that one of two sees has reached both. To
 // finish/dq.cu, BLOCK_K is a pair's.
@@ -166,42 +165,5 @@ __device__ __forceinline__ void produce_keys_in_cluster(const Arguments& args, S
         tma_load_tile<BLOCK_K, COLUMNS>(
             shared_address(&shared.peer_k), args.k_map, shared_address(&shared.peer_k_full),
             others, work.head, work.batch, 0, rank * COLUMNS);
-    }
-}
-
-// If DETERMINISTIC, a warp acquires and releases the semaphore of the block's columns of each query
-// tile's dQ, as DqOrder::order_additions() does for key tiles: here the order is that of pairs.
-template <class Shared>
-__device__ __forceinline__ void order_additions_of_pairs(const Arguments& args, Shared& shared) {
-    if constexpr (DETERMINISTIC) {
-        const int lane = threadIdx.x % 32;
-        PipelineState<STAGES> stage;
-        for (WorkState state;; ++state.count) {
-            const WorkTile work = acquire_work_tile(shared, state);
-            if (work.tile < 0) break;
-            __syncwarp();
-            release_work_tile(shared, state, lane == 0);
-            const int pair = work.tile / CLUSTER_BLOCKS;
-            const bool last_keys_first = starts_with_last_keys(args, work);
-            const int rank = last_keys_first ? num_pairs(args) - 1 - pair : pair;
-            // The pair of the rank before visits query tiles from first_before on.
-            const int first_before = last_keys_first
-                ? query_tiles(args, work.tile + CLUSTER_BLOCKS, NoSequence{}).first : 0;
-            QueryTileIterator it(args, query_tiles(args, work.tile, NoSequence{}), work);
-            for (; it.remaining > 0; it.next(args, work), stage.next()) {
-                const int tile =
-                    query_tile_index(args, NoSequence{}, work.batch, it.head, it.tile);
-                int* semaphore = dq_semaphores(args, tile) + cluster_rank();
-                // Predecessors have smaller indices and have started: the wait ends.
-                if (lane == 0 && rank > 0 && it.tile >= first_before)
-                    while (load_acquire(semaphore) != rank) {}
-                __syncwarp();
-                mbarrier_arrive_if(lane == 0, barrier_at(shared.acquired[0], stage.index));
-                mbarrier_wait(barrier_at(shared.added[0], stage.index), stage.phase);
-                __syncwarp();
-                if (lane == 0) store_release(semaphore, rank + 1);
-                __syncwarp();
-            }
-        }
     }
 }

@@ -1,6 +1,6 @@
-// The order of additions to dQ in sm90/backward_wide.cu, if DETERMINISTIC: for each of the PARTS of
-// dQ's columns a warp of the producer warpgroup, which acquires and releases the semaphore of each
-// iteration's query tile.
+// The order of additions to dQ in sm90/backward_wide.cu and sm90/backward_cluster.cu, if
+// DETERMINISTIC: for each of the PARTS of dQ's columns that the block adds a warp of the producer
+// warpgroup, which acquires and releases the semaphore of each iteration's query tile.
 //
 // Memory order. The additions of a key tile precede the arrivals of their warps at `added`, which
 // the ordering warp's wait observes, and so its store with release semantics at gpu scope
@@ -27,14 +27,15 @@ template <int PARTS> struct DqOrder {
         __syncwarp();
         mbarrier_arrive_if(threadIdx.x % 32 == 0, barrier_at(added[part], stage.index));
     }
-    // By the ordering warp.
-    template <class Shared>
+    // By the ordering warp. A query tile has several semaphores, of which this is number `own`; a
+    // work tile has KEY_TILES.
+    template <int KEY_TILES = 1, class Shared>
     __device__ __forceinline__ void order_additions(
-        const Arguments& args, Shared& shared, int part) {
+        const Arguments& args, Shared& shared, int part, int own) {
         const int lane = threadIdx.x % 32;
         Stage stage;
-        for_each_iteration<1>(args, shared, [&](DqAddition at) {
-            int* semaphore = dq_semaphores(args, at.semaphore) + part;
+        for_each_iteration<1, KEY_TILES>(args, shared, [&](DqAddition at) {
+            int* semaphore = dq_semaphores(args, at.semaphore) + own;
             // Predecessors have smaller indices and have started: the wait ends (next_index).
             if (lane == 0 && at.acquires) while (load_acquire(semaphore) != at.rank) {}
             __syncwarp();
@@ -52,6 +53,6 @@ template <> struct DqOrder<0> {
     __device__ __forceinline__ void init_dq_order() {}
     __device__ __forceinline__ void wait_acquired(int, Stage) {}
     __device__ __forceinline__ void arrive_added(int, Stage) {}
-    template <class Shared>
-    __device__ __forceinline__ void order_additions(const Arguments&, Shared&, int) {}
+    template <int KEY_TILES = 1, class Shared>
+    __device__ __forceinline__ void order_additions(const Arguments&, Shared&, int, int) {}
 };

@@ -305,10 +305,15 @@ struct DqAddition {
     bool acquires, releases;
 };
 
+// Work tiles of a head, if each has KEY_TILES key tiles.
+template <int KEY_TILES> __device__ __forceinline__ int num_works(const Arguments& args) {
+    return (num_key_tiles(args, BLOCK_K) + KEY_TILES - 1) / KEY_TILES;
+}
+
 // Calls f(DqAddition) for each of the block's iterations, by a whole warp. INTERVAL query tiles of
 // a head share the semaphore of the first: a key tile acquires it before it adds to any of them,
-// and releases it after all.
-template <int INTERVAL, class Shared, class F>
+// and releases it after all. A work tile has KEY_TILES of them, which add together.
+template <int INTERVAL, int KEY_TILES = 1, class Shared, class F>
 __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared& shared, F f) {
     static_assert(INTERVAL == 1 || !WINDOW, "predecessors see only a part of the query tiles");
     const int lane = threadIdx.x % 32;
@@ -318,11 +323,11 @@ __device__ __forceinline__ void for_each_iteration(const Arguments& args, Shared
         __syncwarp();
         const auto sequence = sequence_of(work);
         const bool last_keys_first = starts_with_last_keys(args, work);
-        const int rank =
-            last_keys_first ? num_key_tiles(args, BLOCK_K) - 1 - work.tile : work.tile;
+        const int number = work.tile / KEY_TILES;
+        const int rank = last_keys_first ? num_works<KEY_TILES>(args) - 1 - number : number;
         // The key tile of the rank before visits the query tiles [first_before, end_before).
         const int first_before =
-            last_keys_first ? query_tiles(args, work.tile + 1, sequence).first : 0;
+            last_keys_first ? query_tiles(args, work.tile + KEY_TILES, sequence).first : 0;
         constexpr bool BOUNDED = WINDOW && DETERMINISTIC && !LAST_KEYS_FIRST;
         const int end_before = BOUNDED ? query_tiles(args, work.tile - 1, sequence).end : 0;
         release_work_tile(shared, state, lane == 0);

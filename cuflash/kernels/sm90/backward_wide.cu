@@ -396,7 +396,8 @@ backward_sm90_wide(const __grid_constant__ Arguments args) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (threadIdx.x < Q_PRODUCER_THREADS) produce_queries(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_keys(args, shared);
-        if (warp >= 1 && warp <= DQ_SEMAPHORES) shared.order_additions(args, shared, warp - 1);
+        if (warp >= 1 && warp <= DQ_SEMAPHORES)
+            shared.order_additions(args, shared, warp - 1, warp - 1);
     } else if (role == 1) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
         compute_scores(args, shared);
