@@ -358,8 +358,7 @@ def owns_dq(problem: Problem, device: Device, tile: Tile) -> bool:
     """
     heads = problem.batch * problem.num_heads_kv
     rounds = ceil_div(heads, device.num_sms)
-    d, dv = _head_dims(problem, tile)
-    of_head = problem.seqlen_q * (6 * d + 2 * dv) // (1 + problem.causal)
+    of_head = _head_bytes(problem, tile) // (1 + problem.causal)
     in_progress = min(heads, device.num_sms) * of_head
     return (
         not problem.options
@@ -463,7 +462,7 @@ class _Form:
 
     @property
     def k_tiles(self) -> int:
-        return self.k_tiles_of_head * self.kv_pairs
+        return key_tiles(self.problem, self.tile.block_k)
 
     @property
     def q_tiles(self) -> int:

@@ -325,10 +325,8 @@ class _Theirs:
 
 def _versions_of(tensors: list[torch.Tensor]) -> list[Any] | None:
     """What changes with their content; None: that is not known of one."""
-    try:
-        return [(x._version, x.data_ptr()) for x in tensors]
-    except RuntimeError:  # as in `functions.version_of`
-        return None
+    found = [functions.version_of(x) for x in tensors]
+    return None if None in found else found
 
 
 # The attribute of a BlockMask of PyTorch's that holds its `_Theirs`, which may
