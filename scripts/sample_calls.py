@@ -53,6 +53,19 @@ SHAPES = [
     (45, 60, 2, 1, 512, 260, True),
 ]
 
+# As above, with so many tiles that Hopper's backward divides its work in
+# every way it has: a cluster for two key tiles, a block for a head, parts of
+# the last key tiles, parts of a group.
+DIVIDED_SHAPES = [
+    (300, 300, 2, 1, 256, 256, True),
+    (200, 330, 2, 2, 256, 256, False),
+    (500, 500, 66, 66, 64, 64, True),
+    (250, 250, 66, 66, 128, 128, False),
+    (1100, 1000, 4, 2, 64, 64, False),
+    (3000, 1700, 6, 6, 128, 128, False),
+    (6000, 6000, 16, 1, 64, 64, True),
+]
+
 # As above, with few queries, so that the decode kernels run.
 DECODE_SHAPES = [
     (1, 700, 8, 1, 64, 64, False),
@@ -133,6 +146,7 @@ def each_option(
         {"window": (50, 20)},
         {"softcap": 20.0},
         {"alibi_slopes": draw(random, np.float32, heads)},
+        {"bias": draw(random, dtype, heads, seqlen_q, seqlen_k)},
         {"bias": draw(random, dtype, heads, 1, seqlen_k)},
         {"mask": draw(random, np.float32, seqlen_q, seqlen_k) < 1},
         {"sink": draw(random, lse_dtype, heads)},
@@ -213,6 +227,7 @@ def run_kvcache(name: str, shape: tuple, seed: int) -> None:
     lengths = random.integers(0, k.shape[1] - q.shape[1] + 1, 3, np.int32)
     lengths[0] = 0
     cuflash.forward_kvcache(q, k, v, **options)
+    cuflash.forward_kvcache(q, k, v, **options, mask_mod=of_both_parities)
     options["cache_seqlens"] = cupy.asarray(lengths)
     slots = {
         "cache_batch_idx": cupy.array([2, 0, 1], np.int32),
@@ -267,6 +282,10 @@ def run_pages(
         draw(random, given["q"].dtype, *room, x.shape[-1]) for x in (k, v)
     ]
     cuflash.forward_kvcache(k_cache=caches[0], v_cache=caches[1], **given)
+    cuflash.forward_kvcache(
+        k_cache=caches[0], v_cache=caches[1], **given,
+        mask_mod=of_both_parities,
+    )  # fmt: skip
     latent = {x: y for x, y in given.items() if x != "v_new"}
     columns = min(k.shape[-1], v.shape[-1])
     cuflash.forward_kvcache(k_cache=caches[0], head_dim_v=columns, **latent)
@@ -353,6 +372,7 @@ def run_expressions(name: str, shape: tuple, seed: int) -> None:
 
 CALLS = {
     "plain": run,
+    "divided": run,
     "options": run_options,
     "readouts": run_readouts,
     "expressions": run_expressions,
@@ -364,6 +384,7 @@ CALLS = {
 }
 SHAPES_OF = {
     "plain": SHAPES,
+    "divided": DIVIDED_SHAPES,
     # Only the first ones: a shape takes some 36 kernels.
     "options": [*SHAPES[:5], SHAPES[-1]],
     "readouts": [*SHAPES[:4], SHAPES[-1]],
