@@ -302,6 +302,7 @@ FAULTS_ON_HOPPER = [
         rf"{RACE}|phase 2 lacks 1 of 1 arrival",
         **LOAD,
     ),
+    Case("tma_load_under_way_at_the_end", "block 0 ends while", **LOAD),
     Case("mbarrier_wrong_parity", UNDER_WAY, **LOAD),
     Case("mbarrier_arrival_missing", STUCK, **LOAD),
     Case("mbarrier_phase_missed", STUCK, shared_bytes=16),
@@ -361,6 +362,7 @@ FOUND_BY_SOME_SEEDS = [
     Case("syncwarp_mask_too_small"),
     Case("mbarrier_waits_once", **LOAD),
     Case("cluster_block_has_ended", "which has ended", **PAIR),
+    Case("cluster_copy_under_way_at_the_end", "block 0 ends while", **PAIR),
 ]
 
 # Kernels without an end: no line is known.

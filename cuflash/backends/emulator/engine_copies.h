@@ -40,14 +40,18 @@ void check_own(uint32_t address, Site site) {
               rank_of(address), rank_in_cluster());
 }
 
+bool has_ended(int rank) {
+    const auto first = block->threads.begin() + rank * launch.block_threads;
+    return std::all_of(first, first + launch.block_threads,
+                       [](const Thread& t) { return t.state == State::ENDED; });
+}
+
 // A block's shared memory ends with its last thread.
 void check_reachable(uint32_t address, Site site) {
     const int rank = rank_of(address);
     if (launch.cluster == 1 || rank == rank_in_cluster()) return;
     if (rank >= launch.cluster) fault(site, "block %d of a cluster of %d", rank, launch.cluster);
-    const auto first = block->threads.begin() + rank * launch.block_threads;
-    if (std::all_of(first, first + launch.block_threads,
-                    [](const Thread& t) { return t.state == State::ENDED; }))
+    if (has_ended(rank))
         fault(site, "reaches the shared memory of block %d of the cluster, which has ended", rank);
 }
 

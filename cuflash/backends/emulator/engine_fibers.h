@@ -75,6 +75,7 @@ constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
 [[noreturn]] void run_thread();
 [[gnu::cold, gnu::noinline]] void report_trace();
 void check_end();
+void check_copies_have_landed();
 void check_end_of_block();
 
 // Prepares a stack on which emulator_switch continues in run_thread.
@@ -137,8 +138,9 @@ void run_thread() {
     in_engine = false;
     emulator_entry(launch.arguments);
     check_end();
-    if (block->living == 1) check_end_of_block();
     thread->state = State::ENDED;
+    check_copies_have_landed();
+    if (block->living == 1) check_end_of_block();
     --block->living;
     leave();
     abort();

@@ -254,6 +254,23 @@ void set_registers(int count, bool more, Site site) {
 
 namespace {
 
+// A block's shared memory ends with its last thread.
+void check_copies_have_landed() {
+    const int rank = rank_in_cluster();
+    if (launch.cluster == 1 ? block->living > 1 : !has_ended(rank)) return;
+    const auto is_own = [&](int64_t offset) {
+        return offset >= int64_t{rank} * launch.block_shared
+            && offset < int64_t{rank + 1} * launch.block_shared;
+    };
+    for (const auto& [address, barrier] : block->mbarriers)
+        for (const BulkLoad& load : barrier.loads) {
+            const bool into = is_own(load.target);
+            if (into || (!load.map && is_own(load.source - shared_bytes)))
+                fault(load.origin, "block %d ends while a copy %s its shared memory is in flight",
+                      block_of(*block, thread->index), into ? "to" : "from");
+        }
+}
+
 void check_end_of_block() {
     // On a GPU, setmaxnreg.inc waits for ever if other warps have not released enough registers.
     int registers = 0;
@@ -295,10 +312,9 @@ void expect_chunk(uint32_t to, int rank, Site site) {
         block->granules[g].landing = static_cast<uint16_t>(thread->index + 1);
 }
 
-}  // namespace
-
-void load_box(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
-              Site site) {
+void begin_load(uint32_t target, const void* pointer, uint32_t address, const int (&at)[4],
+                Origin origin) {
+    const Site site = origin.site;
     check_reachable(target, site);
     const int rank = rank_of(target);
     target = offset_of(target);
@@ -311,15 +327,22 @@ void load_box(uint32_t target, const void* pointer, uint32_t address, const int 
             expect_chunk(swizzled(target + row.from + i), rank, site);
     });
     barrier.loads.push_back(
-        {target, map, {at[0], at[1], at[2], at[3]}, thread->index, site, nullptr, 0});
+        {target, map, {at[0], at[1], at[2], at[3]}, thread->index, origin, nullptr, 0});
     end_phase(barrier);
+}
+
+}  // namespace
+
+void load_box(uint32_t target, const void* map, uint32_t barrier, const int (&at)[4], Site site) {
+    begin_load(target, map, barrier, at, {site, __builtin_return_address(0)});
 }
 
 void load_box_of_blocks(uint32_t target, const void* map, uint32_t barrier, uint32_t blocks,
                         const int (&at)[4], Site site) {
     for (int rank = 0; rank < launch.cluster; ++rank)
         if (blocks >> rank & 1)
-            load_box(shared_of_rank(target, rank), map, shared_of_rank(barrier, rank), at, site);
+            begin_load(shared_of_rank(target, rank), map, shared_of_rank(barrier, rank), at,
+                       {site, __builtin_return_address(0)});
 }
 
 namespace {
@@ -341,7 +364,8 @@ void load_bytes(uint32_t target, const void* source, uint32_t address, int bytes
     check_bulk(source, target, bytes, Access::READ, site);
     Mbarrier& barrier = fenced_mbarrier_at(address, site);
     for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, rank, site);
-    barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
+    barrier.loads.push_back({target, std::nullopt, {}, thread->index,
+                             {site, __builtin_return_address(0)},
                              static_cast<const unsigned char*>(source), bytes});
     end_phase(barrier);
 }
@@ -363,7 +387,8 @@ void copy_shared(uint32_t target, uint32_t source, uint32_t address, int bytes, 
     for (int i = 0; i < bytes; i += GRANULE)
         block->granules[(source + i) / GRANULE].leaving = static_cast<uint16_t>(thread->index + 1);
     for (int i = 0; i < bytes; i += 16) expect_chunk(target + i, rank, site);
-    barrier.loads.push_back({target, std::nullopt, {}, thread->index, site,
+    barrier.loads.push_back({target, std::nullopt, {}, thread->index,
+                             {site, __builtin_return_address(0)},
                              shared_bytes + source, bytes});
     end_phase(barrier);
 }

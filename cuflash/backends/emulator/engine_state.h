@@ -19,7 +19,7 @@ struct BulkLoad {
     std::optional<TensorMap> map;
     int at[4];
     int thread;
-    Site site;
+    Origin origin;
     const unsigned char* source;
     int bytes;
 };
