@@ -56,9 +56,9 @@ def tuned(
 
     The distance of an entry adds up differences in architecture, GPU, dtype,
     head_dim, causal, option, length and tiles per SM. Entries that reach no
-    such call (`tiles.Entry`: needs, reach) are left out. At equal distance,
-    entries measured on this machine come first, then those that a table
-    lists first.
+    such call (`tiles.Entry`: needs, plain, reach) are left out. At equal
+    distance, entries measured on this machine come first, then those that a
+    table lists first.
 
     Parameters
     ----------
@@ -71,12 +71,12 @@ def tuned(
     option, seqlen, tiles_per_sm, gpu, bandwidth
         As in `tiles.Entry`.
     has : sequence of str
-        The call's options.
+        The call's options, and max_score if it returns that.
     """
     return _tuned(
         folders.tile_tables(), capability, gpu, bandwidth, family, direction,
-        tuple(x for x in tiles.NEEDS if x in has), dtype, head_dim, causal,
-        option, _quarters(seqlen),
+        tuple(x for x in tiles.NEEDS if x in has), not has, dtype, head_dim,
+        causal, option, _quarters(seqlen),
         _quarters(min(tiles_per_sm, _MANY_TILES_PER_SM)),
     )  # fmt: skip
 
@@ -89,7 +89,8 @@ def _quarters(number: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def _tuned(
     folder: Path, capability: int, gpu: str | None, bandwidth: int | None,
-    family: str, direction: str, has: tuple[str, ...], *call: Any,
+    family: str, direction: str, has: tuple[str, ...], is_plain: bool,
+    *call: Any,
 ) -> tuple[Tile, ...]:  # fmt: skip
     far = [
         (
@@ -109,6 +110,7 @@ def _tuned(
         # Without cp.async tiles have no stages: they tell nothing of others.
         and (entry.arch >= OLDEST_WITH_CP_ASYNC or entry.arch == capability)
         and (entry.needs is None or entry.needs in has)
+        and (is_plain or not entry.plain)
         and _reaches(entry, capability, *call)
     ]
     far.sort(key=lambda pair: pair[0])  # stable: this machine's first

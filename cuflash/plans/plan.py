@@ -154,11 +154,13 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
         load,
         device.name,
         device.bandwidth,
-        problem.options,
+        (*problem.options, *(["max_score"] * problem.return_max_score)),
     )
     if problem.tangents is not None:
         nearest = _several_directions_first(nearest)
-    for tile in nearest:
+    for tile in sorted(
+        nearest, key=lambda tile: _is_too_large(problem, device, tile)
+    ):
         if has_sizes(tile, problem) and is_legal(
             problem, device, family, tile
         ):
@@ -174,6 +176,26 @@ def _choose_tile(problem: Problem, device: Device, family: str) -> Tile:
     if not others:
         raise _no_room(problem, device, family)
     raise _no_such_blocks(problem, f"the {family}", device.arch, others)
+
+
+def _is_too_large(problem: Problem, device: Device, tile: Tile) -> bool:
+    """Whether tiles of `ROWS_OF_A_TILE` rows would take far less time.
+
+    Tables know lengths and the number of tiles, not how full a head's last
+    one is, nor that few tiles of 192 rows occupy fewer SMs. Of calls for
+    which a table has both sizes: without options or mask, and not of narrow
+    heads.
+    """
+    p = problem
+    wide = max(p.head_dim, p.head_dim_v) > 64
+    if p.direction != "forward" or not wide or p.causal or p.options:
+        return False
+
+    def time(rows: int) -> float:
+        count = ceil_div(p.seqlen_q, rows) * p.batch * p.num_heads_q
+        return rows * max(count / device.num_sms, 1.0)
+
+    return time(tile.block_q) > 1.2 * time(ROWS_OF_A_TILE)
 
 
 def _several_directions_first(found: tuple[Tile, ...]) -> tuple[Tile, ...]:

@@ -398,6 +398,8 @@ class Entry:
         number.
     needs : str or None
         One of `NEEDS`: calls without it do not take the tile; None: all may.
+    plain : bool or None
+        Whether only calls without options take the tile.
     reach : float or None
         Octaves of length and of tiles per SM, of calls alike in all else,
         beyond which no call takes the tile; None: any call to which the entry
@@ -422,6 +424,7 @@ class Entry:
     seqlen: int | None = None
     tiles_per_sm: float | None = None
     needs: str | None = None
+    plain: bool | None = None
     reach: float | None = None
     gpu: str | None = None
     bandwidth: int | None = None
@@ -446,6 +449,7 @@ _KINDS = {
     "seqlen": (int, type(None)),
     "tiles_per_sm": (float, int, type(None)),
     "needs": (str, type(None)),
+    "plain": (bool, type(None)),
     "reach": (float, int, type(None)),
     "gpu": (str, type(None)),
     "bandwidth": (int, type(None)),

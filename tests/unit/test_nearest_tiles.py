@@ -215,6 +215,33 @@ def test_an_entry_acts_for_what_it_needs_as_far_as_it_reaches(
 
 
 @pytest.mark.parametrize(
+    ("tokens", "changes", "expected"),
+    [
+        (4096, {}, (192, 80)),
+        (4096, {"batch": 1, "num_heads_q": 24}, (192, 80)),
+        (1024, {}, (128, 128)),
+        (4096, {"sink": True}, (128, 128)),
+        (4096, {"return_max_score": True}, (128, 128)),
+        (8192, {"seqlen_q": 256}, (128, 176)),  # a third of 192 would be empty
+        (8192, {"seqlen_q": 512}, (192, 80)),
+    ],
+)
+def test_wide_tiles_are_for_plain_calls_that_fill_them(
+    tokens, changes, expected
+):
+    """Full masks, heads of 128 on an H200, docs/lab/sm90_forward.md."""
+    lengths = {"batch": 16, "seqlen_q": tokens, "seqlen_k": tokens}
+    heads = {"num_heads_q": 16, "num_heads_kv": 1, "causal": False}
+    dims = {"head_dim": 128, "head_dim_v": 128}
+    problem = small_problem(
+        "forward", "bfloat16", **{**lengths, **heads, **dims, **changes}
+    )
+    device = replace(device_of_arch("sm_90a"), num_sms=132)
+    tile = plan(problem, device).tile
+    assert (tile.block_q, tile.block_k) == expected
+
+
+@pytest.mark.parametrize(
     ("direction", "dtype", "tokens", "asked", "expected"),
     [
         ("forward", "bfloat16", 512, {"bias": "float32"}, (64, 128)),
