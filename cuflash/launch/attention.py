@@ -71,8 +71,10 @@ def launched_forward(
     if in_float32(signature, target, family) is not None:
         return None
     recipe = _forward_recipe(signature, target, family, False)
+    known = LaunchedForward.POINTERS
     pointers = pointers_of(recipe.template.kind)
-    if recipe.copies or pointers != LaunchedForward.POINTERS:
+    with_workspace = *known, *LaunchedForward.WORKSPACE
+    if recipe.copies or pointers not in (known, with_workspace):
         return None
     return LaunchedForward(signature, recipe)
 

@@ -83,7 +83,7 @@ DIRECTIONS = {
     "forward": Direction(
         ("q", "k", "v", *options.ARRAYS, *_MOD_ARRAYS),
         ("out", "lse", "max_score"),
-        (*_PREPARED, *_SPLIT, "tile_counter", "previous_tiles"),
+        (*_PREPARED, *_SPLIT, "tile_counter", "previous_tiles", "key_parts"),
         ("seed", *_MOD_NUMBERS),
     ),
     "backward": Direction(

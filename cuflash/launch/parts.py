@@ -131,6 +131,8 @@ DIRECTIONS: dict[str, tuple[str, tuple[Part, ...]]] = {
             Part("split", *_SPLIT),
             Part("maps", (), (("StaticSchedule", "work_items"),)),
             _MAX_SCORE,
+            Part("maps", last=(("void*", "key_parts",
+                                "sm90/forward_key_parts.cuh; or null"),)),
         ),
     ),
     "backward": (

@@ -5,13 +5,14 @@ Nothing is decided here. All kernels are launched by this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cuflash.backends.base import Backend
 from cuflash.launch.copies import new_array, readable
 from cuflash.launch.recipe import Recipe, remembered
 from cuflash.launch.results import lse_shape_of, out_shape_of
+from cuflash.launch.structs import pointers_of
 from cuflash.request.layouts import Boxes
 from cuflash.request.problem import Call, Signature
 from cuflash.request.traced import bits
@@ -62,13 +63,14 @@ def run(
 
 
 class LaunchedForward:
-    """A forward call without its data: new results, one launch.
+    """A forward call without its data: new results, no options.
 
     Nothing is left to look up, which takes as long as the rest of a call.
     """
 
-    # The pointers of its struct.
+    # The pointers of its struct, then that of workspace, if it has one.
     POINTERS = "q", "k", "v", "out", "lse"
+    WORKSPACE = ("key_parts",)
 
     def __init__(self, signature: Signature, recipe: Recipe) -> None:
         p = signature.problem
@@ -77,6 +79,8 @@ class LaunchedForward:
         self.out = out_shape_of(p), signature.layouts["q"].dtype
         lse = lse_shape_of(p), p.lse_dtype
         self.lse = lse if signature.return_lse else ()
+        has_more = len(pointers_of(self.kind)) > len(self.POINTERS)
+        self.others = (0,) * has_more
 
     def run(
         self, inputs: tuple[Any, Any, Any], backend: Backend
@@ -85,9 +89,14 @@ class LaunchedForward:
         with backend.current():
             out = backend.rows(*self.out)
             lse = backend.empty(*self.lse) if self.lse else None
+            kept: Any = None  # as in run()
+            others: Sequence[int] = self.others
+            if self.recipe.workspace:
+                kept, others = backend.workspace(self.recipe.workspace)
             addresses = (
                 *backend.address(inputs),
                 *backend.address((out, lse), written=True),
+                *others,
             )
             encode = backend.tensor_map
             arguments = _arguments(self.recipe, encode, addresses)

@@ -11,6 +11,7 @@ from cuflash.request import softcap as softcaps
 from cuflash.request.options import acts, has_order
 from cuflash.request.problem import Problem
 
+from . import sm90_key_parts
 from .kernel import (
     Device,
     KernelPlan,
@@ -142,7 +143,9 @@ def runs_derivatives(
     )
 
 
-def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
+def _shared(
+    problem: Problem, tile: Tile, q_stages: int, has_parts: bool = False
+) -> int:
     d, dv = head_dims(problem)
     queries = tile_bytes(tile.block_q, max(d, dv))
     keys = tile_bytes(tile.block_k, d) + tile_bytes(tile.block_k, dv)
@@ -151,6 +154,7 @@ def _shared(problem: Problem, tile: Tile, q_stages: int) -> int:
         q_stages * queries
         + tile.num_stages * keys
         + small_bytes(problem, max(q_stages, 2), barriers)
+        + max(q_stages, 2) * sm90_key_parts.WORK_BYTES * has_parts
         + (_biases_bytes(tile) if _has_staged_bias(problem) else 0)
         + (4 * tile.num_stages if _has_sparse_tiles(problem) else 4)
         + (_ids_bytes(tile) if problem.segment_ids else 0)
@@ -270,10 +274,13 @@ def _forward_fits(problem: Problem, tile: Tile) -> bool:
 
 def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
     most = shared_bytes_of_block(device, tile.blocks_per_sm)
+    has_parts = sm90_key_parts.has_key_parts(
+        problem, tile, device, max(head_dims(problem))
+    )
     q_stages, shared = next(
         (stages, room)
         for stages in (3, 2, 1)
-        if (room := _shared(problem, tile, stages)) <= most
+        if (room := _shared(problem, tile, stages, has_parts)) <= most
     )
     kernel = kernel_of(
         problem, tile, "sm90", head_dims(problem), shared,
@@ -281,10 +288,14 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("Q_STAGES", q_stages),
         ("KV_STAGES", tile.num_stages),
         ("BLOCKS_PER_SM", tile.blocks_per_sm),
+        ("KEY_PARTS", has_parts),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         run_tiles(problem, tile),
     )  # fmt: skip
-    return forward_plan(problem, device, tile, kernel)
+    decided = forward_plan(problem, device, tile, kernel)
+    if has_parts:
+        return sm90_key_parts.with_key_parts(decided, device)
+    return decided
 
 
 def forward_plan(

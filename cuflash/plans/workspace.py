@@ -31,6 +31,8 @@ NAMES = (
     # decode/parts.cuh.
     "split_out",
     "split_lse",
+    # The same of parts of the last query tiles: sm90/forward_key_parts.cuh.
+    "key_parts",
     # rowsum(dO * O) - dlse of each query (prepare/delta.cu). For the backward
     # kernels of sm90/, row statistics of each query tile
     # (prepare/row_stats.cu), which maxima of each key tile may follow

@@ -22,7 +22,8 @@
 // (sm90/integer_dq.cuh); RECOMPUTES: rows with a NaN; HEADS_INNERMOST: the order in which they
 // grow, GROUP_PARTS, TAIL_PARTS: in how many parts (sm90/backward_scheduler.cuh), PART_SEMAPHORES
 // of a key tile's (sm90/backward_parts.cuh); OWNED_DQ: which one block has
-// (sm90/backward_owned_dq.cuh).
+// (sm90/backward_owned_dq.cuh); KEY_PARTS (sm90/forward_key_parts.cuh): keys of the last query
+// tiles are divided, of a grid of MAIN_BLOCKS.
 // Warps: SCORE_WARPS_Q along the queries of S and dQ, GRADIENT_WARPS_K along the keys of dK and dV;
 // SCORE_PARTS: 1, or how many warps sum a part each of the same scores (score_parts.cuh);
 // WARP_ROLES: 1, or 2 where half of the warps compute scores and half gradients; WEIGHT_KEYS: how

@@ -16,6 +16,7 @@
 //
 //     forward_shared.cuh           constants, what the producer publishes, SharedPlan
 //     forward_scheduler.cuh        tile schedulers: which query tile a block computes next
+//     forward_key_parts.cuh        parts of the last query tiles, which forward_merge.cu merges
 //     forward_producer.cuh         producer
 //     forward_consumer.cuh         consumer: main loop iteration, GEMMs, epilogue
 //     forward_option_consumer.cuh  consumer with options
@@ -42,7 +43,7 @@
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0 and scores are LINEAR), HEAD_DIM and
 // HEAD_DIM_V (multiples of 16 that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, Q_STAGES, KV_STAGES,
-// BLOCKS_PER_SM, SHARED_BYTES, RUN_TILES (long_sums.cuh); Arguments and the options
+// BLOCKS_PER_SM, KEY_PARTS, SHARED_BYTES, RUN_TILES (long_sums.cuh); Arguments and the options
 // (docs/guide/options.md). LINEAR
 // (score_mod.cuh): the call has no softcap, ALiBi or bias, so scores are scale S.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
@@ -109,6 +110,7 @@ forward_sm90(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SharedPlan& shared = *reinterpret_cast<SharedPlan*>(shared_bytes);
     if (threadIdx.x == 0) shared.init_barriers();
+    if (KEY_PARTS && threadIdx.x == 0) griddepcontrol_launch_dependents();  // forward_merge.cu
     shared.fill_alibi<THREADS>();
     __syncthreads();
 

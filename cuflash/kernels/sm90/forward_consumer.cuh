@@ -63,15 +63,16 @@ struct Consumer {
     // ---- Main loop ----
 
     // The key tiles of a query tile, from the last but one (first_iteration() or
-    // iteration_across_tiles() computed S of the last) to the first. Tiles from num_full on are
+    // iteration_across_tiles() computed S of the last) to the first: 0, or the first of a part
+    // (written out, as a function would change plain machine code). Tiles from num_full on are
     // partly masked: few, which lengthen the first run.
     __device__ __forceinline__ void main_loop() {
         int tile = visited.num_visited - 2;
         for (; tile >= visited.num_full; --tile) iteration<true>(tile);
         for (;;) {
-            const int last = last_of_run(tile, 0);
+            const int last = last_of_run(tile, KEY_PARTS ? visited.first : 0);
             for (; tile >= last; --tile) iteration<false>(tile);
-            if (!RUN_TILES || tile < 0) break;
+            if (!RUN_TILES || tile < (KEY_PARTS ? visited.first : 0)) break;
             end_run();
         }
     }
@@ -102,7 +103,7 @@ struct Consumer {
         gemm_pv();
         scheduler_barrier_arrive();
         wait_for_qk<1>();                                   // P V runs on
-        release_k(tile == 0);
+        release_k(tile == (KEY_PARTS ? visited.first : 0));
         bool keeps_max = false;
         if constexpr (IS_MASKED) mask_scores(tile);
         else keeps_max = may_keep_max(s, rows, scale_log2, PlainScore{});
@@ -140,7 +141,7 @@ struct Consumer {
         scheduler_barrier_arrive();
         if constexpr (STORES) epilogue(slot);
         wait_for_qk<0>();
-        release_k(tile == 0);
+        release_k(tile == (KEY_PARTS ? visited.first : 0));
         mask_scores(tile);
         online_softmax<true>(s, rows, scale_log2, rescale);
         v = k;
@@ -165,7 +166,7 @@ struct Consumer {
         gemm_pv();
         scheduler_barrier_arrive();
         wait_for_qk<1>();
-        release_k(tile == 0);
+        release_k(tile == (KEY_PARTS ? visited.first : 0));
         wait_for_pv();
         release_v();
         epilogue(slot);
@@ -277,6 +278,10 @@ struct Consumer {
         // Visits down to the block's first tile, which other warpgroups may see.
         if constexpr (WINDOW) visited.first = first_key_tile(mask, work.q_start);
         if (warpgroup_row >= work.num_rows) visited.num_visited = visited.first + 1;
+        if constexpr (KEY_PARTS) {
+            visited.first = work.first;
+            visited.num_visited = work.num_visited;
+        }
         num_skipped = min(work.num_visited - visited.num_visited, KV_STAGES - 1);
         visited.num_visited = work.num_visited - num_skipped;
         return true;
@@ -306,6 +311,14 @@ struct Consumer {
     __device__ __forceinline__ void epilogue(int slot) {
         const QueryTile tile = shared.work_tiles[slot];
         const ForwardArguments& arrays = args.arrays;
+        if constexpr (KEY_PARTS)
+            if (const int part_slot = shared.work_tiles[slot].slot; part_slot >= 0) {
+                store_part(tile, memory_of_slot(args, part_slot));
+                if constexpr (Q_STAGES > 1) stored_stage = slot;
+                accumulates = false;
+                rows = empty_rows();
+                return;
+            }
         long_sums.finish([this](int i) -> float& { return acc[i]; }, rows.max_scaled);
         exact &= normalise(args, acc, rows, scale_log2, lane_row, tile, lse_of(arrays, tile));
         if constexpr (Q_STAGES > 1) {
@@ -320,6 +333,24 @@ struct Consumer {
         }
         accumulates = false;
         rows = empty_rows();
+    }
+
+    // Stores O, m and l of a part. Rows that forward_merge.cu has to recompute begin with a NaN.
+    __device__ __forceinline__ void store_part(const QueryTile& tile, float* slot) {
+        normalise(args, acc, rows, scale_log2, lane_row, tile, nullptr);
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = lane_row + half * 8;
+            const float m = rows.max[half], l = quad_sum(rows.sum[half]);
+            if (lane % 4 == 0)
+                rows_of_slot(slot)[row] =
+                    {m, l / excess_of(m, scale_log2, rows.max_scaled[half])};
+            #pragma unroll
+            for (int j = 0; j < O_COUNT / 4; ++j)
+                reinterpret_cast<ColumnPair*>(slot + row * HEAD_DIM_V)[j * 4 + lane % 4] =
+                    {acc[j * 4 + half * 2], acc[j * 4 + half * 2 + 1]};
+        }
+        __syncwarp();
     }
 
     // Stores the warp's rows of O through a stage of Q: by TMA, or by the warp itself if its 16

@@ -15,7 +15,8 @@ __device__ __forceinline__ void load_keys(const Arguments& args, SharedPlan& sha
         if (work.num_rows == 0) return;
         const int batch = work.batch, kv_head = work.head / group_size;
         const int first_k = work.first_k;
-        const int first_tile = first_key_tile(mask_of(args, work), work.q_start);
+        const int first_tile =
+            KEY_PARTS ? work.first : first_key_tile(mask_of(args, work), work.q_start);
         for (int tile = work.num_visited - 1; tile >= first_tile; --tile, stage.next()) {
             if (PACKED && tile == min(first_tile + REQUEST_AHEAD, work.num_visited - 1))
                 shared.work_tiles.request();

@@ -3,7 +3,7 @@
 // DynamicTileScheduler takes them from an atomic counter.
 #pragma once
 #include "common/scheduler.cuh"
-#include "sm90/forward_work.cuh"
+#include "sm90/forward_key_parts.cuh"
 
 // The key tiles of num_rows queries; at least one is visited.
 __device__ __forceinline__ KeyTiles key_tiles(
@@ -39,7 +39,7 @@ __device__ __forceinline__ QueryTile make_query_tile(
 }
 
 template <class Scheduler>
-__device__ __forceinline__ WorkTile next_work_tile(Scheduler& scheduler, const Arguments& args) {
+__device__ __forceinline__ WholeTile next_work_tile(Scheduler& scheduler, const Arguments& args) {
     const QueryTile tile = scheduler.next(args);
     const Mask<CAUSAL, WINDOW> mask = mask_of(args, tile);
     return {tile, key_tiles(mask, tile.q_start, tile.num_rows).num_visited};
@@ -79,11 +79,50 @@ struct StaticTileScheduler {
         return make_query_tile(scheduler.next(), {}, args);
     }
     template <class Shared>
-    __device__ __forceinline__ WorkTile acquire(const Arguments& args, Shared&) {
+    __device__ __forceinline__ WholeTile acquire(const Arguments& args, Shared&) {
         return next_work_tile(*this, args);
     }
     __device__ __forceinline__ QueryTile revisit(const Arguments& args) { return next(args); }
 };
+
+// The same, of full calls, with parts of the last tiles: a block's share comes after its whole
+// tiles.
+struct PartTileScheduler {
+    int item = blockIdx.x, taken = 0;                       // whole tiles; key tiles of the share
+    explicit __device__ __forceinline__ PartTileScheduler(const Arguments&, int = 0) {}
+
+    __device__ __forceinline__ PartOfTile next_part(const Arguments& args) {
+        const KeyShares shares(args, gridDim.x);
+        const auto tile_of = [&](int number) {
+            return make_query_tile(coord_of_item(args, number), {}, args);
+        };
+        if (item < shares.whole) {
+            item += gridDim.x;
+            return {{tile_of(item - gridDim.x), shares.key_tiles}, 0, -1};
+        }
+        const int block = blockIdx.x, position = block * shares.share + taken;
+        const int end = min((block + 1) * shares.share, shares.divided * shares.key_tiles);
+        if (position >= end) return {{{{}, 0, 0, 0, 0}, 1}, 0, -1};
+        const int tile = position / shares.key_tiles, first = position - tile * shares.key_tiles;
+        const int last = min(shares.key_tiles, first + end - position);
+        taken += last - first;
+        return {{tile_of(shares.whole + tile), last}, first, slot_of_part(block, tile)};
+    }
+    template <class Shared>
+    __device__ __forceinline__ PartOfTile acquire(const Arguments& args, Shared&) {
+        return next_part(args);
+    }
+    // Rows of parts are left to forward_merge.cu.
+    __device__ __forceinline__ QueryTile revisit(const Arguments& args) {
+        const PartOfTile work = next_part(args);
+        if (work.slot < 0) return work;
+        return {{}, 0, 0, 0, 0};
+    }
+};
+__device__ __forceinline__ PartOfTile next_work_tile(
+    PartTileScheduler& scheduler, const Arguments& args) {
+    return scheduler.next_part(args);
+}
 
 // ---- Dynamic ----
 
@@ -154,8 +193,13 @@ template <class Arguments> struct DynamicTileScheduler {
     }
 };
 
-template <bool, class Arguments> struct TileSchedulerOf { using type = StaticTileScheduler; };
-template <class Arguments> struct TileSchedulerOf<true, Arguments> {
+template <bool, bool, class Arguments> struct TileSchedulerOf {
+    using type = StaticTileScheduler;
+};
+template <class Arguments> struct TileSchedulerOf<true, false, Arguments> {
     using type = DynamicTileScheduler<Arguments>;
 };
-using TileScheduler = TileSchedulerOf<DYNAMIC_SCHEDULER, Arguments>::type;
+template <class Arguments> struct TileSchedulerOf<false, true, Arguments> {
+    using type = PartTileScheduler;
+};
+using TileScheduler = TileSchedulerOf<DYNAMIC_SCHEDULER, KEY_PARTS, Arguments>::type;

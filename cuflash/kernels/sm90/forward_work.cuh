@@ -34,7 +34,15 @@ struct QueryTile : TileSequence { int q_start, num_rows, head, batch; };
 
 // A query tile and the end of the key tiles that it visits, which start at the first key that its
 // first query sees. At least one is visited, even if it is fully masked.
-struct WorkTile : QueryTile { int num_visited; };
+struct WholeTile : QueryTile {
+    int num_visited;
+    static constexpr int first = 0, slot = -1;
+};
+// KEY_PARTS: of key tiles from `first` on. slot: of a part (forward_key_parts.cuh), -1: all keys.
+struct PartOfTile : WholeTile { int first, slot; };
+template <bool> struct WorkTileOf { using type = WholeTile; };
+template <> struct WorkTileOf<true> { using type = PartOfTile; };
+using WorkTile = WorkTileOf<KEY_PARTS>::type;
 
 // A work slot holds a tile from the load of its Q until its rows are stored.
 constexpr int WORK_SLOTS = Q_STAGES > 1 ? Q_STAGES : 2;
