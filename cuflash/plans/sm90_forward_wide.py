@@ -96,6 +96,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("KV_STAGES", k_stages),
         ("STAGES", tile.num_stages),
         ("BLOCKS_PER_SM", tile.blocks_per_sm),
+        ("HAS_TAIL", False),
         ("MASK_BITS", False),
         run_tiles(problem, tile),
         part="_wide",
