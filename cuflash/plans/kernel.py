@@ -166,7 +166,7 @@ class StaticSchedule(NamedTuple):
     pairs, singles : int
         Per head: pairs of a long and a short tile, and single tiles.
     paired_items, items : int
-        Over all heads: pairs; pairs and single tiles.
+        Over all heads: pairs of persistent blocks; these and single tiles.
     """
 
     pairs: int

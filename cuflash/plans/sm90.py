@@ -289,6 +289,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("KV_STAGES", tile.num_stages),
         ("BLOCKS_PER_SM", tile.blocks_per_sm),
         ("KEY_PARTS", has_parts),
+        ("HAS_TAIL", _has_tail(problem, device, tile)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         run_tiles(problem, tile),
     )  # fmt: skip
@@ -306,11 +307,10 @@ def forward_plan(
     heads = problem.batch * problem.num_heads_q
     items = heads * num_tiles
     is_dynamic = _has_dynamic_scheduler(problem)
-    has_pairs = problem.causal and not (
-        is_dynamic or _has_balanced_rounds(problem)
-    )
     blocks = device.num_sms * tile.blocks_per_sm
-    schedule = _static_schedule(num_tiles, heads, has_pairs, blocks)
+    schedule = _static_schedule(num_tiles, heads, _has_pairs(problem), blocks)
+    if dict(kernel.constants)["HAS_TAIL"]:
+        schedule, blocks = _with_tail(schedule, num_tiles * heads, blocks)
     return Plan(
         problem,
         "sm90",
@@ -430,6 +430,61 @@ def _static_schedule(
     return StaticSchedule(
         pairs, singles, heads * pairs, heads * (pairs + singles)
     )
+
+
+def _has_pairs(problem: Problem) -> bool:
+    """Whether the static scheduler's tiles differ so that they go in pairs."""
+    return problem.causal and not (
+        _has_dynamic_scheduler(problem) or _has_balanced_rounds(problem)
+    )
+
+
+# In iterations, as measured: what a query tile costs apart from its own, and
+# one of the tail, since no other tile overlaps its start and its end. A tail
+# is worth it if it saves so much of the time.
+_TILE_COST, _TAIL_TILE_COST, _TAIL_GAIN = 1, 2, 0.015
+
+
+def _has_tail(problem: Problem, device: Device, tile: Tile) -> bool:
+    """Whether the last tiles get blocks of their own: TailScheduler.
+
+    If in the last round of pairs many blocks would have none.
+    """
+    tiles = count_tiles(problem, problem.seqlen_q, tile.block_q)
+    heads = problem.batch * problem.num_heads_q
+    blocks = device.num_sms * tile.blocks_per_sm
+    pairs = heads * (tiles // 2)
+    if not _has_pairs(problem) or pairs < blocks:
+        return False
+    # In pairs: of the block that has most, and of a mean block.
+    rounds = ceil_div(pairs, blocks)
+    singles = ceil_div(heads * ceil_div(tiles, 2), blocks) - rounds
+    longest, mean = rounds + singles / 2, heads * tiles / 2 / blocks
+    of_pair = _iterations_of_pair(problem, tile) + 2 * _TILE_COST
+    tail = heads * tiles / blocks - 2 * (pairs // blocks - 1)
+    saved = (longest - mean) * of_pair - tail * _TAIL_TILE_COST
+    return saved >= _TAIL_GAIN * longest * of_pair
+
+
+def _iterations_of_pair(problem: Problem, tile: Tile) -> float:
+    """Key tiles of a pair of query tiles, under the causal mask."""
+    q, k = problem.seqlen_q, problem.seqlen_k
+    keys = k - q / 2 if k >= q else k * k / (2 * q)  # of a mean query
+    return 2 * keys / tile.block_k
+
+
+def _with_tail(
+    schedule: StaticSchedule, tiles: int, blocks: int
+) -> tuple[StaticSchedule, int]:
+    """The schedule with a tail of these tiles, and the number of blocks.
+
+    The tail has more than one pair's work per block, so that its short tiles
+    fill what its long ones leave.
+    """
+    paired = (schedule.paired_items // blocks - 1) * blocks
+    tail = tiles - 2 * paired
+    items = schedule._replace(paired_items=paired, items=paired + tail)
+    return items, tail + (blocks if paired else 0)
 
 
 def has_integer_dq(problem: Problem) -> bool:

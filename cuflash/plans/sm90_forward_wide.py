@@ -97,6 +97,7 @@ def _forward(problem: Problem, device: Device, tile: Tile) -> Plan:
         ("STAGES", tile.num_stages),
         ("BLOCKS_PER_SM", tile.blocks_per_sm),
         ("KEY_PARTS", False),
+        ("HAS_TAIL", False),
         ("MASK_BITS", False),
         run_tiles(problem, tile),
         part="_wide",

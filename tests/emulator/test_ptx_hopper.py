@@ -211,7 +211,15 @@ def check_wgmma(backend, name, columns, sign=1, **how):
 def test_wgmma_of_small_integers_is_exact(
     registers, sign, name, columns, backend
 ):
-    check_wgmma(backend, name, columns, sign, REGISTERS=registers)
+    how = {"REGISTERS": registers, "B_TRANSPOSED": registers}
+    check_wgmma(backend, name, columns, sign, **how)
+
+
+@on_hopper
+@pytest.mark.parametrize("columns", [64, 80])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_wgmma_of_scores_with_queries_in_registers(sign, columns, backend):
+    check_wgmma(backend, "bfloat16", columns, sign, REGISTERS=True)
 
 
 @on_hopper

@@ -425,10 +425,10 @@ EMULATOR_INLINED void wgmma_shared(
     emulator::start_wgmma(own, {file, line});
 }
 
-template <int COUNT, class Element>
+template <int SIGN, bool B_TRANSPOSED, int COUNT, class Element>
 EMULATOR_INLINED void wgmma_registers(
     float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element, EMULATOR_SITE) {
-    emulator::WgmmaOperands own{
-        d, COUNT, 0, b, a, accumulate, false, true, 1, emulator::bits_to_float<Element>};
+    emulator::WgmmaOperands own{d, COUNT, 0, b, a, accumulate, false, B_TRANSPOSED, SIGN,
+                                  emulator::bits_to_float<Element>};
     emulator::start_wgmma(own, {file, line});
 }

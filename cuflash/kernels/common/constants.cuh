@@ -42,7 +42,7 @@
 // without pages; SCALES, which numbers K and V are stored relative to: 0 none, 1 one of each key
 // head, 2 each page's; BALANCED and WIDE_PLACES (decode/parts.cuh); MERGE_ROWS, the most rows of a
 // row tile that exist, RUNS_OF_BLOCKS, MERGE_SLOTS and ROWS_OF_BLOCK (finish/merge_parts.cu).
-// Others are of one kernel, whose header explains them: ORDERED, HAS_NEW and ROTARY
+// Others are of one kernel, whose header explains them: HAS_TAIL, ORDERED, HAS_NEW and ROTARY
 // (prepare/append_kvcache.cu), OF_KEYS, IN_TILES, ONLY_FLAGGED, PASS and SCORE_CHUNK.
 #pragma once
 #include "common/types.cuh"

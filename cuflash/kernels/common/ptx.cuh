@@ -754,19 +754,19 @@ template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (
 //
 // wgmma_shared: A and B in shared memory, by matrix descriptors (wgmma.cuh). A is K-major, or
 // M-major if A_TRANSPOSED; B is K-major, or N-major if B_TRANSPOSED. wgmma_registers: A as A
-// fragments of mma_16x8x16 in registers, B N-major. The last argument only selects the element
-// type. Asynchronous: the caller executes wgmma_fence() before, and only after the wait accesses d
-// or A's registers or overwrites the tiles. PTX ISA: Asynchronous Warpgroup Level Matrix
-// Instructions: wgmma.
+// fragments of mma_16x8x16 in registers. The last argument only selects the element type.
+// Asynchronous: the caller executes wgmma_fence() before, and only after the wait accesses d or A's
+// registers or overwrites the tiles. PTX ISA: Asynchronous Warpgroup Level Matrix Instructions:
+// wgmma.
 template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED, int COUNT, typename Element>
 __device__ __forceinline__ void wgmma_shared(
     float (&d)[COUNT], u64 a, u64 b, bool accumulate, Element);
 
-template <int COUNT, typename Element>
+template <int SIGN, bool B_TRANSPOSED, int COUNT, typename Element>
 __device__ __forceinline__ void wgmma_registers(
     float (&d)[COUNT], const u32* a, u64 b, bool accumulate, Element);
 
-#define WGMMA(N, COUNT, ELEMENT, TYPE, A0, A1, A2, A3, A4, A5)                                     \
+#define WGMMA(N, COUNT, ELEMENT, TYPE, A0, A1, A2, A3, A4, A5, A6, A7)                             \
     template <int SIGN, bool A_TRANSPOSED, bool B_TRANSPOSED>                                      \
     __device__ __forceinline__ void wgmma_shared(                                                  \
         float (&d)[COUNT], u64 a, u64 b, bool accumulate, ELEMENT) {                               \
@@ -777,27 +777,29 @@ __device__ __forceinline__ void wgmma_registers(
             : D##COUNT(0) : "l"(a), "l"(b), "r"(static_cast<u32>(accumulate)), "n"(SIGN),          \
               "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));                                               \
     }                                                                                              \
+    template <int SIGN, bool B_TRANSPOSED>                                                         \
     __device__ __forceinline__ void wgmma_registers(                                               \
         float (&d)[COUNT], const u32* a, u64 b, bool accumulate, ELEMENT) {                        \
         asm volatile(                                                                              \
             "{ .reg .pred p; setp.ne.b32 p, " A5 ", 0;"                                            \
             " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                       \
-            " {" NAMES##COUNT "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4 ", p, 1, 1, 1; }"         \
+            " {" NAMES##COUNT "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4 ", p, " A6 ", 1, " A7     \
+            "; }"                                                                                  \
             : D##COUNT(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                    \
-              "r"(static_cast<u32>(accumulate)));                                                  \
+              "r"(static_cast<u32>(accumulate)), "n"(SIGN), "n"(B_TRANSPOSED));                    \
     }
 #define WGMMA_OF_BOTH(N, COUNT, ...)                                                               \
     WGMMA(N, COUNT, float16, "f16", __VA_ARGS__)                                                   \
     WGMMA(N, COUNT, bfloat16, "bf16", __VA_ARGS__)
 
-WGMMA_OF_BOTH(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
-WGMMA_OF_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
-WGMMA_OF_BOTH(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
-WGMMA_OF_BOTH(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
-WGMMA_OF_BOTH(112, 56, "%56", "%57", "%58", "%59", "%60", "%61")
-WGMMA_OF_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
-WGMMA_OF_BOTH(144, 72, "%72", "%73", "%74", "%75", "%76", "%77")
-WGMMA_OF_BOTH(160, 80, "%80", "%81", "%82", "%83", "%84", "%85")
-WGMMA_OF_BOTH(176, 88, "%88", "%89", "%90", "%91", "%92", "%93")
-WGMMA_OF_BOTH(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
-WGMMA_OF_BOTH(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
+WGMMA_OF_BOTH(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", "%23")
+WGMMA_OF_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", "%39")
+WGMMA_OF_BOTH(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46", "%47")
+WGMMA_OF_BOTH(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", "%55")
+WGMMA_OF_BOTH(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62", "%63")
+WGMMA_OF_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71")
+WGMMA_OF_BOTH(144, 72, "%72", "%73", "%74", "%75", "%76", "%77", "%78", "%79")
+WGMMA_OF_BOTH(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86", "%87")
+WGMMA_OF_BOTH(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94", "%95")
+WGMMA_OF_BOTH(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", "%103")
+WGMMA_OF_BOTH(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", "%135")

@@ -72,6 +72,56 @@ struct StaticScheduler {
     }
 };
 
+// Static scheduler with a tail. In a last round of pairs, blocks without one would be idle for as
+// long as a pair takes. Instead, some blocks are persistent and have as many pairs each, and each
+// other block has one of the tiles that are left, longest first: the GPU starts it where an SM is
+// free.
+struct TailScheduler {
+    const StaticSchedule& work_items;       // items: paired_items, then the tiles of the tail
+    int num_heads, half_item = 2 * blockIdx.x;
+
+    // The next tile; tile -1 after the last.
+    __device__ __forceinline__ TileCoord next() {
+        const int tail = work_items.items - work_items.paired_items;
+        const int persistent = gridDim.x - tail, item = half_item / 2;
+        int tile = -1, head = 0;
+        if (static_cast<int>(blockIdx.x) >= persistent) {
+            find_in_tail(item - persistent, tail, tile, head);
+            half_item = 2 * gridDim.x;                      // past the tail
+        } else if (item < work_items.paired_items) {
+            const bool second = half_item % 2 != 0;
+            head = item / work_items.pairs;
+            tile = item % work_items.pairs;
+            if (!second) tile = 2 * work_items.pairs + work_items.singles - 1 - tile;
+            half_item += second ? 2 * persistent - 1 : 1;
+        }
+        return {tile, head % num_heads, head / num_heads};
+    }
+    // Pairs lead from a head's outermost tiles to its middle. So there are five ranges of tiles,
+    // each of all heads from some head on: the persistent blocks have `cut` pairs of head `split`,
+    // all pairs of heads before it, and no middle tile.
+    __device__ __forceinline__ void find_in_tail(
+        int item, int tail, int& tile, int& head) const {
+        const int pairs = work_items.pairs, singles = work_items.singles;
+        const int split = work_items.paired_items / pairs, cut = work_items.paired_items % pairs;
+        const int heads = (2 * work_items.paired_items + tail) / (2 * pairs + singles);
+        int end = 2 * pairs + singles;
+        for (int range = 0; range < 5; ++range) {
+            const bool is_outer = range % 4 == 0, is_middle = range == 2;
+            const int tiles = is_outer ? cut : is_middle ? singles : pairs - cut;
+            const int first = is_outer ? split + 1 : is_middle ? 0 : split;
+            const int count = tiles * (heads - first);
+            if (item < count) {
+                tile = end - 1 - item / (heads - first);
+                head = first + item % (heads - first);
+                return;
+            }
+            item -= count;
+            end -= tiles;
+        }
+    }
+};
+
 // Static scheduler for heads most of whose tiles take the same time, as under a window with a right
 // bound: all but the first `shorter` tiles, each of which takes longer than the previous one. The
 // equal tiles of all heads come first, head by head, then the shorter ones, longest first, section

@@ -33,7 +33,8 @@
 // instead: each hides the others' latencies.
 //
 // Grid: BLOCKS_PER_SM blocks per SM, or one per query tile if those are fewer. The static scheduler
-// assigns tiles to blocks, longest first. With packed sequences or segment ids, the host does not
+// assigns tiles to blocks, longest first; with HAS_TAIL each of the last tiles has a block of its
+// own, which follows these. With packed sequences or segment ids, the host does not
 // know how long a tile takes, so blocks take tiles from an atomic counter; with segment ids, in the
 // order of prepare/segment_order.cu, longest first.
 // Block: 1 + CONSUMER_WARPGROUPS warpgroups.
@@ -43,9 +44,9 @@
 //
 // Constants: Element, CAUSAL, NEGATE_SCORES (scale < 0 and scores are LINEAR), HEAD_DIM and
 // HEAD_DIM_V (multiples of 16 that ptx.cuh has MMAs for), BLOCK_Q, BLOCK_K, Q_STAGES, KV_STAGES,
-// BLOCKS_PER_SM, KEY_PARTS, SHARED_BYTES, RUN_TILES (long_sums.cuh); Arguments and the options
-// (docs/guide/options.md). LINEAR
-// (score_mod.cuh): the call has no softcap, ALiBi or bias, so scores are scale S.
+// BLOCKS_PER_SM, SHARED_BYTES, HAS_TAIL, KEY_PARTS, RUN_TILES (long_sums.cuh); Arguments and the
+// options (docs/guide/options.md). LINEAR (score_mod.cuh): the call has no softcap, ALiBi or bias,
+// so scores are scale S.
 // Shared memory: SharedPlan, tiles as in smem.cuh.
 #include "sm90/forward_producer.cuh"
 #include "sm90/forward_option_consumer.cuh"

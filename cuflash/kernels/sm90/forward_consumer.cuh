@@ -9,15 +9,51 @@
 #include "sm90/forward_scores.cuh"
 #include "sm90/forward_shared.cuh"
 
+constexpr int SIGN_OF_S = NEGATE_SCORES ? -1 : 1;
+
+// S = Q K^T, with Q_REGISTER_STEPS k-steps of Q (16 columns each) in registers where these have
+// room. From shared memory Q is read again for each key tile: at head_dim 256, a quarter of what
+// S's MMAs and those of P V read.
+constexpr int Q_REGISTER_STEPS =
+    !OPTIONS && !SINK && HEAD_DIM == 256 && HEAD_DIM_V == 256 && BLOCK_K <= 80 ? 6 : 0;
+template <int STEPS> struct QueryFragments { u32 q[4 * STEPS]; };
+template <> struct QueryFragments<0> {};
+template <int STEPS> struct HeldQueries {
+    u32 (&q_columns)[4 * STEPS];
+    explicit __device__ __forceinline__ HeldQueries(QueryFragments<STEPS>& own)
+        : q_columns(own.q) {}
+    // From a stage of Q, at whose row `rows` the warp's begin.
+    __device__ __forceinline__ void load_columns(u32 rows) {
+        #pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            u32 fragment[4];
+            ldmatrix_x4(fragment, rows + tile_offset<BLOCK_Q>(
+                threadIdx.x % 16, step * WGMMA_K + threadIdx.x % 32 / 16 * CHUNK_ELEMENTS));
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) q_columns[4 * step + i] = fragment[i];
+        }
+    }
+    __device__ __forceinline__ void gemm(float (&s)[S_COUNT], u64 queries, u64 keys) const {
+        gemm_abt_rs<Element, SIGN_OF_S, BLOCK_Q, BLOCK_K, HEAD_DIM>(s, q_columns, queries, keys);
+    }
+};
+template <> struct HeldQueries<0> {
+    explicit __device__ __forceinline__ HeldQueries(QueryFragments<0>&) {}
+    __device__ __forceinline__ void load_columns(u32) {}
+    __device__ __forceinline__ void gemm(float (&s)[S_COUNT], u64 queries, u64 keys) const {
+        gemm_abt_ss<Element, SIGN_OF_S, BLOCK_Q, BLOCK_K, HEAD_DIM>(s, queries, keys);
+    }
+};
+
 // A thread's share of the matrices. Not members of Consumer: the compiler would then keep its
 // scalars in local memory until it has unrolled the loops over these arrays.
-struct Fragments {
+struct Fragments : QueryFragments<Q_REGISTER_STEPS> {
     float s[S_COUNT], acc[O_COUNT], rescale[2];
     u32 p[P_COUNT];
     RowState rows = empty_rows();
 };
 
-struct Consumer {
+struct Consumer : HeldQueries<Q_REGISTER_STEPS> {
     const Arguments& args;
     SharedPlan& shared;
     float (&s)[S_COUNT];
@@ -57,8 +93,8 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(
         const Arguments& args, SharedPlan& shared, Fragments& fragments)
-        : args(args), shared(shared), s(fragments.s), acc(fragments.acc),
-          rescale(fragments.rescale), p(fragments.p), rows(fragments.rows) {}
+        : HeldQueries<Q_REGISTER_STEPS>(fragments), args(args), shared(shared), s(fragments.s),
+          acc(fragments.acc), rescale(fragments.rescale), p(fragments.p), rows(fragments.rows) {}
 
     // ---- Main loop ----
 
@@ -194,7 +230,7 @@ struct Consumer {
         wgmma_commit();
     }
     __device__ __forceinline__ void issue_qk() {
-        gemm_abt_ss<Element, NEGATE_SCORES ? -1 : 1, BLOCK_Q, BLOCK_K, HEAD_DIM>(
+        HeldQueries::gemm(
             s, advance(q_desc, q.index * static_cast<int>(sizeof(shared.q_then_out[0]))),
             advance(k_desc, k.index * static_cast<int>(sizeof(shared.k[0]))));
     }
@@ -271,6 +307,7 @@ struct Consumer {
         pipeline_wait(q_full, q);
         const WorkTile& work = shared.work_tiles[work_slot(q)];
         if (work.num_rows == 0) return false;
+        load_columns(shared.q_stage(q.index) + warp_row * PANEL_ROW_BYTES);
         first_row = work.q_start + lane_row;
         set_lengths(shape, work);
         set_lengths(mask, work);

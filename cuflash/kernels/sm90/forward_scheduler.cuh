@@ -53,9 +53,10 @@ __device__ __forceinline__ WholeTile next_work_tile(Scheduler& scheduler, const 
 // are assigned section by section (scheduler.cuh), so the heads of a section can share the bias in
 // L2. Under the causal mask alone, tiles differ too much for rounds.
 constexpr bool BALANCED_ROUNDS = WINDOW || (BIAS && !CAUSAL);
-template <bool> struct BlockSchedulerOf { using type = StaticScheduler; };
-template <> struct BlockSchedulerOf<true> { using type = BalancedScheduler; };
-using BlockScheduler = BlockSchedulerOf<BALANCED_ROUNDS>::type;
+template <bool BALANCED, bool TAIL> struct BlockSchedulerOf { using type = StaticScheduler; };
+template <> struct BlockSchedulerOf<true, false> { using type = BalancedScheduler; };
+template <> struct BlockSchedulerOf<false, true> { using type = TailScheduler; };
+using BlockScheduler = BlockSchedulerOf<BALANCED_ROUNDS, HAS_TAIL>::type;
 
 template <class Arguments>
 __device__ __forceinline__ BlockScheduler block_scheduler(const Arguments& args) {

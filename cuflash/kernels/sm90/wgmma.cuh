@@ -45,6 +45,21 @@ __device__ __forceinline__ void gemm_abt_ss(
             step > 0 || accumulate, Element{});
 }
 
+// D = SIGN A B^T as above, with A's first columns in registers, 16 for each four of `first`.
+template <typename Element, int SIGN, int A_ROWS, int B_ROWS, int COLUMNS, int COUNT, int FRAGMENTS>
+__device__ __forceinline__ void gemm_abt_rs(
+    float (&d)[COUNT], const u32 (&first)[FRAGMENTS], u64 a_tile, u64 b_tile) {
+    #pragma unroll
+    for (int step = 0; step < COLUMNS / WGMMA_K; ++step) {
+        const u64 b = advance(b_tile, column_step<B_ROWS>(step));
+        if (step < FRAGMENTS / 4)
+            wgmma_registers<SIGN, false>(d, first + 4 * step, b, step > 0, Element{});
+        else
+            wgmma_shared<SIGN, false, false>(
+                d, advance(a_tile, column_step<A_ROWS>(step)), b, step > 0, Element{});
+    }
+}
+
 // D = A B, or D += A B if `accumulate`: A in registers, ROWS rows of B.
 template <typename Element, int ROWS, int COUNT, int FRAGMENTS>
 __device__ __forceinline__ void gemm_ab_rs(
@@ -52,8 +67,8 @@ __device__ __forceinline__ void gemm_ab_rs(
     static_assert(FRAGMENTS == ROWS / 4, "16 rows take four registers");
     #pragma unroll
     for (int step = 0; step < ROWS / WGMMA_K; ++step)
-        wgmma_registers(d, a + 4 * step, advance(b, step * WGMMA_K * PANEL_ROW_BYTES),
-                        step > 0 || accumulate, Element{});
+        wgmma_registers<1, true>(d, a + 4 * step, advance(b, step * WGMMA_K * PANEL_ROW_BYTES),
+                                 step > 0 || accumulate, Element{});
 }
 
 // The same with A in shared memory, a tile of 64 rows.

@@ -18,7 +18,7 @@ wgmma_operand_overwritten(const __grid_constant__ Arguments a) {
         fragment[i] = *reinterpret_cast<const u32*>(
             a.x + (row + i % 2 * 8) * 16 + column + i / 2 * 8);
     wgmma_fence();
-    wgmma_registers(d, fragment, descriptor(y, 0), false, float16{});
+    wgmma_registers<1, true>(d, fragment, descriptor(y, 0), false, float16{});
     wgmma_commit();
     if constexpr (BROKEN) fragment[threadIdx.x % 4] = 0;                // caught here
     wgmma_wait<0>();

@@ -1,7 +1,7 @@
 // wgmma_shared, or wgmma_registers if REGISTERS, on sm_90a: D = SIGN A B, or C + SIGN A B if
 // `accumulate`, by one warpgroup. Row-major in global memory: a (64, 16) and b (16, COLUMNS), of
 // Element; c and d (64, COLUMNS). A and B stand in shared memory with rows of A and columns of B
-// contiguous, or the other way round where they are TRANSPOSED, as B is if REGISTERS.
+// contiguous, or the other way round where they are TRANSPOSED.
 // Constants: Element, COLUMNS, REGISTERS, SIGN, A_TRANSPOSED, B_TRANSPOSED.
 // Shared memory: A 8192 bytes, then B^T, 128 bytes a column, or B, 2048 bytes a panel.
 #include "sm90/wgmma.cuh"
@@ -18,7 +18,6 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP)
 multiply_warpgroup(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     const u32 a_tile = shared_address(shared_bytes), b_tile = a_tile + 64 * PANEL_ROW_BYTES;
-    constexpr bool B_ROWS = REGISTERS || B_TRANSPOSED;      // are contiguous
     for (int i = threadIdx.x; i < 64 * 16; i += WARPGROUP) {
         const int row = i / 16, column = i % 16;
         const u32 at = A_TRANSPOSED ? tile_offset<16>(column, row) : tile_offset<64>(row, column);
@@ -26,7 +25,7 @@ multiply_warpgroup(const __grid_constant__ Arguments arguments) {
     }
     for (int i = threadIdx.x; i < 16 * COLUMNS; i += WARPGROUP) {
         const int row = i / COLUMNS, column = i % COLUMNS;
-        const u32 at = B_ROWS ? tile_offset<16>(row, column) : tile_offset<COLUMNS>(column, row);
+        const u32 at = B_TRANSPOSED ? tile_offset<16>(row, column) : tile_offset<COLUMNS>(column, row);
         store_shared(b_tile + at, arguments.b[i].bits);
     }
     fence_async_proxy();
@@ -43,9 +42,9 @@ multiply_warpgroup(const __grid_constant__ Arguments arguments) {
     }
     const bool accumulate = arguments.accumulate != 0;
     wgmma_fence();
-    const u64 b = descriptor(b_tile, B_ROWS ? 16 * PANEL_ROW_BYTES : 0);
+    const u64 b = descriptor(b_tile, B_TRANSPOSED ? 16 * PANEL_ROW_BYTES : 0);
     if constexpr (REGISTERS)
-        wgmma_registers(d, fragment, b, accumulate, Element{});
+        wgmma_registers<SIGN, B_TRANSPOSED>(d, fragment, b, accumulate, Element{});
     else
         wgmma_shared<SIGN, A_TRANSPOSED, B_TRANSPOSED>(
             d, descriptor(a_tile, 0), b, accumulate, Element{});
