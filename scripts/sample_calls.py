@@ -55,7 +55,8 @@ SHAPES = [
 
 # As above, with so many tiles that Hopper's backward divides its work in
 # every way it has: a cluster for two key tiles, a block for a head, parts of
-# the last key tiles, parts of a group.
+# the last key tiles, parts of a group. The longest without a mask has parts of
+# keys in forward.
 DIVIDED_SHAPES = [
     (300, 300, 2, 1, 256, 256, True),
     (200, 330, 2, 2, 256, 256, False),
@@ -63,6 +64,7 @@ DIVIDED_SHAPES = [
     (250, 250, 66, 66, 128, 128, False),
     (1100, 1000, 4, 2, 64, 64, False),
     (3000, 1700, 6, 6, 128, 128, False),
+    (3000, 2500, 6, 6, 128, 128, False),
     (6000, 6000, 16, 1, 64, 64, True),
 ]
 
