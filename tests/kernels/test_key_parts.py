@@ -47,6 +47,12 @@ def test_parts_of_unlike_maxima(divides, backend, head_dim, values):
 
 
 @on_kernels
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_below_the_usual(divides, backend, scale):
+    check_forward(backend, replace(CASE, scale=scale))
+
+
+@on_kernels
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_infinities(divides, backend, name):
     """Of the last sequence, whose tiles are divided."""

@@ -53,7 +53,8 @@ forward_sm90_merge(const __grid_constant__ Arguments args) {
         const RowPart part = divided.part(block);
         const float old = m;
         m = fmaxf(m, part.max);
-        const float rescale = exp2_approx((old - m) * scale_log2);
+        const float rescale =                               // with scale 0, -inf c would be NaN
+            block == divided.first ? 0.0f : exp2_approx((old - m) * scale_log2);
         const float weight = part.sum * exp2_approx((part.max - m) * scale_log2);
         l = l * rescale + weight;
         #pragma unroll
