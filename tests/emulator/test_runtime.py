@@ -60,11 +60,14 @@ def empty_cache(tmp_path, monkeypatch, fast_engine):
 @pytest.fixture
 def cache(tmp_path, fast_engine, request):
     """A cache folder with an engine, but no kernels."""
-    engine = runtime._engine(runtime.host_compiler())  # in the usual cache
+    command = runtime.host_compiler()
+    engine = runtime._engine(command)  # in the usual cache
+    loader = runtime._loader(command, engine)
     folder = request.getfixturevalue("empty_cache")
     folder.mkdir(parents=True)
-    for path in (engine, engine.with_suffix(".sha256")):
+    for path in (engine, loader):
         shutil.copy2(path, folder)
+        shutil.copy2(path.with_suffix(".sha256"), folder)
     return folder
 
 
@@ -150,42 +153,25 @@ def test_a_damaged_program_is_built_again(launch, cache, name, size):
     assert len(path.read_bytes()) == len(whole)
 
 
-def test_another_linker_where_gold_fails(launch, cache, monkeypatch):
-    monkeypatch.setattr(runtime, "_GOLD", ("-fuse-ld=none",))
+def test_the_engine_needs_no_static_libraries(launch, cache, monkeypatch):
+    """Where they are missing, it is linked with shared ones."""
+    (loader,) = cache.glob("engine_*_loader")
+    loader.unlink()
+    call, linked = runtime._call, []
+
+    def without(*words):
+        linked.extend(["-static" in words] * ("-no-pie" in words))
+        return call(*("-no-such-flag" if x == "-static" else x for x in words))
+
+    monkeypatch.setattr(runtime, "_call", without)
     launch()
+    assert linked == [True, False]
+    assert b"libstdc++.so" in loader.read_bytes()
 
 
-@pytest.fixture
-def linkers(monkeypatch):
-    """Log the programs that link."""
-    programs = []
-    call = runtime._call
-
-    def note(*words):
-        if "-o" in words and not {"-c", "-###"} & {*words}:
-            programs.append(os.path.basename(words[0]))
-        return call(*words)
-
-    monkeypatch.setattr(runtime, "_call", note)
-    return programs
-
-
-def test_a_link_runs_gold_itself(launch, cache, linkers):
-    launch()
-    command = runtime.host_compiler()
-    is_clang = "clang" in runtime._version(command)
-    itself = runtime._GOLD and not is_clang
-    wanted = "ld.gold" if itself else os.path.basename(command[0])
-    assert linkers == [wanted]
-
-
-def test_the_compiler_links_where_gold_itself_fails(
-    launch, cache, linkers, monkeypatch
-):
-    fails = ("false", *runtime._FILES)
-    monkeypatch.setattr(runtime, "_called_by", lambda linking: (fails,))
-    launch()
-    assert linkers == ["false", os.path.basename(runtime.host_compiler()[0])]
+def test_functions_that_nobody_defines(launch, cache):
+    with pytest.raises(CompileError, match="undefined reference to .*absent"):
+        launch("extern float absent(float); a.out[i] = absent(a.x[i]);")
 
 
 @pytest.fixture
@@ -243,7 +229,7 @@ def test_a_child_that_ends_otherwise(tmp_path):
     program.write_text("#!/bin/sh\necho no memory >&2\nexit 2\n")
     program.chmod(0o755)
     with pytest.raises(KernelFault, match="^f: ended with status 2: no mem"):
-        runtime.run(program, tmp_path, "f", 60)
+        runtime.run((program,), tmp_path, "f", 60)
 
 
 def test_a_program_that_cannot_be_started(tmp_path):
@@ -252,7 +238,7 @@ def test_a_program_that_cannot_be_started(tmp_path):
     program.write_text("#!/bin/sh\n")
     program.chmod(0o644)
     with pytest.raises(CompileError) as caught:
-        runtime.run(program, tmp_path, "f", 60)
+        runtime.run((program,), tmp_path, "f", 60)
     said = str(caught.value)
     assert "Permission denied" in said and str(program) in said
     assert said.endswith(

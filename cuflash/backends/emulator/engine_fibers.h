@@ -135,7 +135,7 @@ void leave() {
 
 void run_thread() {
     in_engine = false;
-    emulator_entry(launch.arguments);
+    entry(launch.arguments);
     check_end();
     if (block->living == 1) check_end_of_block();
     thread->state = State::ENDED;
