@@ -268,9 +268,9 @@ def _engine(command: tuple[str, ...]) -> Path:
             )
         os.replace(made, path)
 
-    files = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
-    texts = _hash("".join(map(source.read, files)))
-    key = (compiling, _version(command), texts)
+    files = sorted(x for x in os.listdir(FOLDER) if x.endswith((".h", ".cpp")))
+    texts = (source.read(os.path.join(FOLDER, x)) for x in files)
+    key = (compiling, _version(command), _hash_of_all(*texts))
     return _kept(f"engine_{_hash(key)}", build)
 
 
@@ -386,6 +386,11 @@ def _call(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def _hash(key: object) -> str:
     text = key if isinstance(key, str) else repr(key)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+@functools.lru_cache(4)
+def _hash_of_all(*texts: str) -> str:
+    return _hash("".join(texts))
 
 
 def _kept(name: str, build: Callable[[Path], None]) -> Path:
