@@ -165,6 +165,8 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_sessionfinish(session):
     tried.write()
+    gc.collect()
+    gc.freeze()  # pytest looks for garbage five more times
     if skips.unexpected() and not hasattr(session.config, "workerinput"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if NIGHTLY:
