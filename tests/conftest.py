@@ -175,13 +175,15 @@ def pytest_sessionfinish(session):
         remove_programs(unused_for=DAY)
 
 
-@pytest.fixture(autouse=True)
-def no_tables_of_this_machine(monkeypatch):
+@pytest.fixture(scope="session", autouse=True)
+def no_tables_of_this_machine():
     """Use the package's tile tables, not those tuned on this machine."""
     from cuflash import folders
 
     nowhere = Path(os.devnull) / "tiles"
-    monkeypatch.setattr(folders, "tile_tables", lambda: nowhere)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(folders, "tile_tables", lambda: nowhere)
+        yield
 
 
 @pytest.fixture(scope="session")

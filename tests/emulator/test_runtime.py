@@ -167,6 +167,12 @@ def test_the_engine_needs_no_static_libraries(launch, cache, monkeypatch):
     assert b"libstdc++.so" in loader.read_bytes()
 
 
+def test_without_nm(launch, cache, monkeypatch):
+    monkeypatch.setattr(runtime, "_named", lambda *_: "no-such-program")
+    with pytest.raises(CompileError, match="needs the program nm of binutils"):
+        launch()
+
+
 def test_functions_that_nobody_defines(launch, cache):
     with pytest.raises(CompileError, match="undefined reference to .*absent"):
         launch("extern float absent(float); a.out[i] = absent(a.x[i]);")

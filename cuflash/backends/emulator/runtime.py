@@ -299,10 +299,13 @@ def _layout(command: tuple[str, ...], engine: Path, loader: Path) -> str:
     What compilers call in kernels has the prefix ``emulated_``.
     """
     nm = _named(command, "-print-prog-name=nm")
-    own, at = (
-        dict(_SYMBOL.findall(_call(nm, "-P", "--defined-only", x).stdout))
-        for x in (engine, loader)
-    )
+    try:
+        said = [_call(nm, "-P", "--defined-only", x) for x in (engine, loader)]
+    except OSError as error:
+        raise CompileError(
+            f"the emulator needs the program nm of binutils ({error})"
+        ) from error
+    own, at = (dict(_SYMBOL.findall(x.stdout)) for x in said)
     return _SCRIPT + "".join(
         f"{name.removeprefix('emulated_')} = 0x{at[name]};\n"
         for name in sorted(own.keys() & at.keys() - {"main"})
