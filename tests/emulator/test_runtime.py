@@ -173,6 +173,15 @@ def test_the_engine_needs_no_static_libraries(launch, cache, monkeypatch):
     assert b"libstdc++.so" in loader.read_bytes()
 
 
+def test_a_compiler_that_protects_stacks(
+    fast_engine, launch, empty_cache, monkeypatch
+):
+    """By default, as on Ubuntu: an image has no libc to report to."""
+    command = " ".join(runtime.host_compiler())
+    monkeypatch.setenv("CXX", f"{command} -fstack-protector-all")
+    launch()
+
+
 def test_without_nm(launch, cache, monkeypatch):
     monkeypatch.setattr(runtime, "_named", lambda *_: "no-such-program")
     with pytest.raises(CompileError, match="needs the program nm of binutils"):

@@ -49,6 +49,7 @@ _KERNEL_FLAGS = (
     "-Wno-unknown-pragmas",
     "-Wno-unused-function",
     "-Wno-psabi",  # notes about ABI changes in GCC 4.6
+    "-fno-stack-protector",  # some systems' default; an image has no libc
 )
 # Passes of g++'s -O1 that cost more time than they save: without them kernels
 # compile in three quarters of the time and run as fast.
