@@ -182,10 +182,19 @@ def test_a_compiler_that_protects_stacks(
     launch()
 
 
-def test_without_nm(launch, cache, monkeypatch):
-    monkeypatch.setattr(runtime, "_named", lambda *_: "no-such-program")
-    with pytest.raises(CompileError, match="needs the program nm of binutils"):
-        launch()
+def test_gnu_ld_makes_images(launch, cache):
+    linker = runtime._named(runtime.host_compiler(), "-print-prog-name=ld")
+    if "GNU ld" not in runtime._call(linker, "--version").stdout:
+        pytest.skip("needs GNU ld")
+    assert len(runtime.executable(launch(), "sm_90a")) == 2
+
+
+@pytest.mark.parametrize("found", ["no-such-program", "false"])
+def test_a_linker_that_makes_no_images(launch, cache, monkeypatch, found):
+    """Or no nm: kernels are linked with the engine."""
+    monkeypatch.setattr(runtime, "_named", lambda *_: found)
+    kernel = launch()
+    assert len(runtime.executable(kernel, "sm_90a")) == 1
 
 
 def test_functions_that_nobody_defines(launch, cache):

@@ -1,7 +1,7 @@
-// Runs one launch of one kernel on a CPU: `<engine> <image> <folder>`, or `<program> <folder>` where
-// the kernel is linked with the engine. runtime.py has written the launch (launch.txt) and all
-// memory that the kernel may access (memory.bin) to the folder. The exit status is 0, or 70 with a
-// message if a thread performed an illegal operation.
+// Runs one launch of one kernel on a CPU: `<engine> <image> <folder>`, or `<program> <folder>`
+// where the kernel is linked with the engine. runtime.py has written the launch (launch.txt) and
+// all memory that the kernel may access (memory.bin) to the folder. The exit status is 0, or 70
+// with a message if a thread performed an illegal operation.
 //
 // The compiler inserts calls to __tsan_read4 and the like before every memory access of the kernel
 // that is not provably private to a thread: engine_hooks.h implements them as checks.

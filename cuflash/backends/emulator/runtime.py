@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,18 +212,16 @@ def _executable(
     )
     headers = _headers()
     engine = _engine(command)
-    runs = () if flags else (_loader(command, engine),)
-    layout = "".join(_layout(command, engine, x) for x in runs)
+    loader = _loader(command, engine)
+    layout = "" if flags else _layout(command, engine, loader)
 
     def link(made: Path, program: Path) -> subprocess.CompletedProcess[str]:
-        if flags:
-            options = (*command, *_LINK_FLAGS, *flags)
-            return _call(*options, made, engine, "-o", program)
-        script = made.with_suffix(".ld")
-        script.write_text(layout, encoding="ascii")
-        linker = _named(command, "-print-prog-name=ld")
-        libgcc = _named(command, "-print-libgcc-file-name")  # its arithmetic
-        return _call(linker, "-T", script, made, libgcc, "-o", program)
+        if layout:
+            script = made.with_suffix(".ld")
+            script.write_text(layout, encoding="ascii")
+            return _image(command, script, program, made)
+        options = (*command, *_LINK_FLAGS, *flags)
+        return _call(*options, made, engine, "-o", program)
 
     def build(path: Path) -> None:
         folder = path.with_suffix(".build")
@@ -249,7 +248,8 @@ def _executable(
     # Of any checkout, as the engine's name tells the headers' content; but
     # what g++ notes of files (--coverage) is of this one.
     key = (_hash(built), compiling, flags and headers, engine.name, layout)
-    return *runs, _kept(f"{kernel.entry}_{_hash(key)}", build)
+    made = _kept(f"{kernel.entry}_{_hash(key)}", build)
+    return (loader, made) if layout else (made,)
 
 
 def _engine(command: tuple[str, ...]) -> Path:
@@ -297,20 +297,35 @@ def _loader(command: tuple[str, ...], engine: Path) -> Path:
 def _layout(command: tuple[str, ...], engine: Path, loader: Path) -> str:
     """The linker's script of images, with the addresses of the engine.
 
-    What compilers call in kernels has the prefix ``emulated_``.
+    What compilers call in kernels has the prefix ``emulated_``. Empty without
+    nm, or where the linker takes no such script: kernels are linked with the
+    engine there.
     """
     nm = _named(command, "-print-prog-name=nm")
     try:
         said = [_call(nm, "-P", "--defined-only", x) for x in (engine, loader)]
-    except OSError as error:
-        raise CompileError(
-            f"the emulator needs the program nm of binutils ({error})"
-        ) from error
-    own, at = (dict(_SYMBOL.findall(x.stdout)) for x in said)
-    return _SCRIPT + "".join(
-        f"{name.removeprefix('emulated_')} = 0x{at[name]};\n"
-        for name in sorted(own.keys() & at.keys() - {"main"})
-    )
+        own, at = (dict(_SYMBOL.findall(x.stdout)) for x in said)
+        written = _SCRIPT + "".join(
+            f"{name.removeprefix('emulated_')} = 0x{at[name]};\n"
+            for name in sorted(own.keys() & at.keys() - {"main"})
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            script, image = Path(folder, "image.ld"), Path(folder, "image")
+            script.write_text(written, encoding="ascii")
+            empty = "--defsym=emulator_entry=0"
+            done = _image(command, script, image, empty)
+    except OSError:
+        return ""
+    return "" if done.returncode else written
+
+
+def _image(
+    command: tuple[str, ...], script: Path, image: Path, *parts: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """Link an image: without the compiler, which would add its libraries."""
+    linker = _named(command, "-print-prog-name=ld")
+    libgcc = _named(command, "-print-libgcc-file-name")  # its arithmetic
+    return _call(linker, "-T", script, *parts, libgcc, "-o", image)
 
 
 # Names and addresses of functions and variables that are not a file's own.
