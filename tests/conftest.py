@@ -79,6 +79,7 @@ def pytest_collection():
     gc.disable()
     yield
     gc.freeze()  # nor later among what it has made
+    gc.set_threshold(20_000, 10, 10)  # half of the time of the default
     gc.enable()
 
 
@@ -164,6 +165,8 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_sessionfinish(session):
     tried.write()
+    gc.collect()
+    gc.freeze()  # pytest looks for garbage five more times
     if skips.unexpected() and not hasattr(session.config, "workerinput"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if NIGHTLY:
@@ -172,13 +175,15 @@ def pytest_sessionfinish(session):
         remove_programs(unused_for=DAY)
 
 
-@pytest.fixture(autouse=True)
-def no_tables_of_this_machine(monkeypatch):
+@pytest.fixture(scope="session", autouse=True)
+def no_tables_of_this_machine():
     """Use the package's tile tables, not those tuned on this machine."""
     from cuflash import folders
 
     nowhere = Path(os.devnull) / "tiles"
-    monkeypatch.setattr(folders, "tile_tables", lambda: nowhere)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(folders, "tile_tables", lambda: nowhere)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -116,12 +116,19 @@ def scales(backend, wide):
 
 def tiles(case, direction, arch):
     """Return all tiles with which the kernels can run a case."""
-    problem = small_problem(
-        direction, case.dtype, case.head_dim, head_dim_v=case.head_dim_v,
-        precision=case.precision,
+    return _tiles(
+        direction, case.dtype, case.head_dim, case.head_dim_v, case.precision,
+        arch,
     )  # fmt: skip
+
+
+@functools.cache  # drawn again and again
+def _tiles(direction, dtype, head_dim, head_dim_v, precision, arch):
+    problem = small_problem(
+        direction, dtype, head_dim, head_dim_v=head_dim_v, precision=precision
+    )
     device = device_of_arch(arch)
-    return list(legal_tiles(problem, device, family_of(problem, device)))
+    return tuple(legal_tiles(problem, device, family_of(problem, device)))
 
 
 def archs_of(case, archs, wide):

@@ -118,9 +118,10 @@ class Job:
         elif mutate:
             self.kernels = self.folder / "kernels"
         try:
-            path = _executable(kernel, arch, flags)
+            command = _executable(kernel, arch, flags)
         finally:
             self.kernels = None
+        path = command[-1]
         spent = cpu_seconds() - start
         self.compiling += spent
         if mutate:
@@ -128,23 +129,23 @@ class Job:
         self._keys[path] = key
         known = self.programs.setdefault(key, {"compile": 0.0, "files": files})
         known["compile"] = max(known["compile"], spent)
-        return path
+        return command
 
-    def run(self, program, folder, *rest):
+    def run(self, command, folder, *rest):
         """As `runtime.run`, for a limited time, recording lines."""
-        key = self._keys.get(Path(program))
+        key = self._keys.get(command[-1])
         if self.record and key:
             # One file of counts for all launches of a program in a test.
             counts = self.folder / "counts" / key
             os.environ["GCOV_PREFIX"] = str(counts)
             os.environ["GCOV_PREFIX_STRIP"] = "99"
-            self.launched[key] = Path(program)
+            self.launched[key] = command[-1]
         limit, most = resource.getrlimit(resource.RLIMIT_CPU)
         own = sum(os.times()[:2])  # children count from 0 on, this one goes on
         longest = int(own + LONGEST_LAUNCH)
         resource.setrlimit(resource.RLIMIT_CPU, (longest, most))
         try:
-            _run(program, folder, *rest)
+            _run(command, folder, *rest)
         finally:
             resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
 
@@ -177,7 +178,7 @@ class Job:
         compiled: another may have an option for which the change matters.
         """
         return len(self.mutated) >= self.holding > 0 and all(
-            path.exists() and code(path) == code(_executable(*rest))
+            path.exists() and code(path) == code(_executable(*rest)[-1])
             for path, rest in self.mutated.items()
         )
 

@@ -41,7 +41,7 @@ def with_l2_of(nbytes):
 def test_heads_in_sections(backend):
     """Five heads in sections of two (common/scheduler.cuh), 3 tiles each."""
     case = Case(
-        "float16", 1, 70, 70, 5, 5, head_dim=32, head_dim_v=32,
+        "bfloat16", 1, 70, 70, 5, 5, head_dim=32, head_dim_v=32,
         causal=True, block_q=32, block_k=32,
     )  # fmt: skip
     q, k, v, dout = inputs(case)

@@ -4,6 +4,7 @@
 // alone takes longer than all that stands here.
 #pragma once
 #include "engine.h"
+#include "library.h"
 
 extern "C" void* memcpy(void*, const void*, __SIZE_TYPE__) noexcept;
 
@@ -64,18 +65,17 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 // The C library functions that kernels call. Including <cmath> would take half of a small kernel's
 // compile time.
+#define EMULATOR_DECLARES_FLOAT(f) float f(float);
+#define EMULATOR_DECLARES_FLOATS(f) float f(float, float);
+#define EMULATOR_DECLARES_DOUBLE(f) double f(double);
+#define EMULATOR_DECLARES_DOUBLES(f) double f(double, double);
 extern "C" {
-float fabsf(float), copysignf(float, float), fmaxf(float, float), fminf(float, float);
-float fmaf(float, float, float), expf(float), exp2f(float), logf(float), tanhf(float);
-float sqrtf(float), rintf(float), floorf(float), ceilf(float), truncf(float);
-float expm1f(float), log2f(float), log10f(float), log1pf(float), sinf(float), cosf(float);
-float powf(float, float), fmodf(float, float), erff(float), erfcf(float), atanf(float);
-double fabs(double), fmax(double, double), fma(double, double, double);
-double exp(double), log(double), tanh(double), copysign(double, double);
-double sqrt(double), rint(double), floor(double), ceil(double), trunc(double);
-double exp2(double), expm1(double), log2(double), log10(double), log1p(double);
-double sin(double), cos(double), pow(double, double), fmod(double, double);
-double erf(double), erfc(double), atan(double);
+EMULATOR_OF_FLOAT(EMULATOR_DECLARES_FLOAT)
+EMULATOR_OF_FLOATS(EMULATOR_DECLARES_FLOATS)
+EMULATOR_OF_DOUBLE(EMULATOR_DECLARES_DOUBLE)
+EMULATOR_OF_DOUBLES(EMULATOR_DECLARES_DOUBLES)
+float fmaf(float, float, float);
+double fma(double, double, double);
 }
 inline float fabs(float x) { return fabsf(x); }
 inline float fmax(float a, float b) { return fmaxf(a, b); }

@@ -1,6 +1,7 @@
-// Runs one launch of one kernel on a CPU: `<executable> <folder>`. runtime.py has written the
-// launch (launch.txt) and all memory that the kernel may access (memory.bin) to the folder. The
-// exit status is 0, or 70 with a message if a thread performed an illegal operation.
+// Runs one launch of one kernel on a CPU: `<engine> <image> <folder>`, or `<program> <folder>`
+// where the kernel is linked with the engine. runtime.py has written the launch (launch.txt) and
+// all memory that the kernel may access (memory.bin) to the folder. The exit status is 0, or 70
+// with a message if a thread performed an illegal operation.
 //
 // The compiler inserts calls to __tsan_read4 and the like before every memory access of the kernel
 // that is not provably private to a thread: engine_hooks.h implements them as checks.
@@ -12,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <elf.h>
 #include <fcntl.h>
 #include <fstream>
 #include <map>
@@ -36,9 +38,12 @@ alignas(1024) unsigned char emulator_shared[NEAR_SHARED_BYTES + MOST_SHARED_BYTE
 }
 asm(".globl shared_bytes\n.set shared_bytes, emulator_shared + 65536");
 
-extern "C" void emulator_entry(const void* argument);
+// The kernel: of this program, or of the image that load_image loads.
+extern "C" [[gnu::weak]] void emulator_entry(const void* argument);
+static void (*entry)(const void* argument) = emulator_entry;
 
 #include "engine_launch.h"
+#include "engine_image.h"
 #include "engine_state.h"
 #include "engine_fibers.h"
 #include "engine_faults.h"
@@ -52,11 +57,12 @@ extern "C" void emulator_entry(const void* argument);
 #include "engine_hooks.h"
 
 int main(int count, char** arguments) {
-    if (count != 2) {
-        fprintf(stderr, "usage: %s folder\n", arguments[0]);
+    if (count != (entry == nullptr ? 3 : 2)) {
+        fprintf(stderr, "usage: %s%s folder\n", arguments[0], entry == nullptr ? " image" : "");
         return 2;
     }
-    emulator::read_launch(arguments[1]);
+    emulator::read_launch(arguments[count - 1]);
+    if (entry == nullptr) emulator::load_image(arguments[1]);
     emulator::catch_signals();
     emulator::random_bits.seed(emulator::launch.seed);
     blockDim = {static_cast<unsigned>(emulator::launch.block_threads), 1, 1};

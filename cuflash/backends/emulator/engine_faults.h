@@ -19,9 +19,9 @@ namespace {
             snprintf(number, sizeof number, "%s%p", w.words.empty() ? "pc:" : ",", address);
             w.words += number;
         }
-        const auto entry = reinterpret_cast<uintptr_t>(&emulator_entry);
-        return --w.left == 0 || _Unwind_GetRegionStart(context) == entry ? _URC_END_OF_STACK
-                                                                         : _URC_NO_REASON;
+        const auto last = reinterpret_cast<uintptr_t>(entry);
+        return --w.left == 0 || _Unwind_GetRegionStart(context) == last ? _URC_END_OF_STACK
+                                                                        : _URC_NO_REASON;
     }, &walk);
     return walk.words;
 }

@@ -136,7 +136,7 @@ void leave() {
 
 void run_thread() {
     in_engine = false;
-    emulator_entry(launch.arguments);
+    entry(launch.arguments);
     check_end();
     thread->state = State::ENDED;
     check_copies_have_landed();

@@ -627,7 +627,6 @@ void issue(void* const (&lanes)[32]) {
     if (p.d == nullptr) {
         p.d = std::make_shared<Accumulator>();
         p.d->count = first.count;
-        p.d->pending = 0;
         p.d->values.resize(LANES * first.count);
         for (int lane = 0; lane < LANES; ++lane) {
             p.d->registers[lane] = operands(lane).d;

@@ -70,9 +70,14 @@ struct Meeting {
 
 // The accumulator of a wgmma in flight: its true values, and the registers that hold it.
 struct Accumulator {
+    static inline int in_flight = 0;                        // of all warps
     std::vector<float> values;                              // [lane][count]
     float* registers[LANES];
-    int count, pending;
+    int count = 0, pending = 0;
+    Accumulator() { ++in_flight; }
+    Accumulator(const Accumulator&) = delete;
+    Accumulator& operator=(const Accumulator&) = delete;
+    ~Accumulator() { --in_flight; }
 };
 
 // A warp's part of a wgmma: 16 rows of A, all of B.

@@ -39,10 +39,9 @@ void meet(const char* operation, uint32_t mask, void* operands, Meaning meaning,
         wait_in(operation, site);
         return;
     }
-    const Meeting complete = meetings[i];
-    meetings.erase(meetings.begin() + static_cast<std::ptrdiff_t>(i));
     in_engine = true;
-    if (meaning != nullptr) meaning(complete.operands);
+    if (meaning != nullptr) meaning(meetings[i].operands);
+    meetings.erase(meetings.begin() + static_cast<std::ptrdiff_t>(i));
     idle_turns = 0;
     const int first = thread->index - lane;
     for (int other = 0; other < LANES; ++other)

@@ -42,7 +42,7 @@ def explain(
     kernel : plan.KernelPlan
     arch : str
     program : Path
-        As returned by `runtime.executable` for `kernel`, `arch`, `flags`.
+        The last word of `runtime.executable` for `kernel`, `arch`, `flags`.
     flags : tuple of str, optional
     """
     if runtime.is_own(kernel) and program.exists():

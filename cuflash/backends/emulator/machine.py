@@ -193,19 +193,19 @@ class Machine:
     def run(self, launches: tuple[Launch, ...], arguments: np.ndarray) -> None:
         """Run kernels on the same memory, each in its own process."""
         emulator = self.target
-        programs = [
+        commands = [
             runtime.executable(x.kernel, emulator.arch, emulator.flags)
             for x in launches
         ]
         self._name_arrays(arguments)
         arrays = list(self._placed.values())
         with memory.shared(arrays, arguments) as (folder, lines):
-            for program, launch in zip(programs, launches, strict=True):
+            for command, launch in zip(commands, launches, strict=True):
                 text = "\n".join([*self._items(launch), *lines, ""])
                 (folder / "launch.txt").write_text(text, encoding="utf-8")
                 kernel = launch.kernel
                 runtime.run(
-                    program,
+                    command,
                     folder,
                     kernel.entry,
                     emulator.timeout,
@@ -213,7 +213,7 @@ class Machine:
                         faults.explain,
                         kernel=kernel,
                         arch=emulator.arch,
-                        program=program,
+                        program=command[-1],
                         flags=emulator.flags,
                     ),
                 )

@@ -1,9 +1,10 @@
 """Compiles a planned kernel for this machine and runs it in a child process.
 
 g++ or clang++ compiles a kernel's text, with ``ptx_host.h`` in place of
-``common/ptx.cuh``, and links it with ``engine.cpp`` to an executable in the
-cache folder. Each launch is a separate process, so that a kernel's fault
-cannot crash this one.
+``common/ptx.cuh``. The linker makes an image of it in the cache folder, which
+the engine's program loads: a fourth of the time of a program for each kernel.
+Each launch is a separate process, so that a kernel's fault cannot crash this
+one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +50,7 @@ _KERNEL_FLAGS = (
     "-Wno-unknown-pragmas",
     "-Wno-unused-function",
     "-Wno-psabi",  # notes about ABI changes in GCC 4.6
+    "-fno-stack-protector",  # some systems' default; an image has no libc
 )
 # Passes of g++'s -O1 that cost more time than they save: without them kernels
 # compile in three quarters of the time and run as fast.
@@ -71,9 +74,6 @@ _LEFT_OUT = (
     "-fira-region=one",
 )
 _LINK_FLAGS = ("-no-pie",)
-# gold takes a third of the default linker's time. It is no longer maintained,
-# so the default linker is tried if it fails.
-_GOLD = ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
 _FAULT = 70  # the engine's exit status for a fault
 _LONGEST_TAIL = 2000  # characters of a child's stderr in messages
 
@@ -160,8 +160,10 @@ def explaining(arch: str) -> tuple[str, ...]:
 
 def executable(
     kernel: KernelPlan, arch: str, flags: tuple[str, ...] = ()
-) -> Path:
-    """The program that runs a kernel, compiled now if it does not exist.
+) -> tuple[Path, ...]:
+    """The command that runs a kernel; its last word is the kernel's file.
+
+    The file is compiled now if it does not exist.
 
     Parameters
     ----------
@@ -169,9 +171,9 @@ def executable(
     arch : str
         Such as ``sm_90a``; defines __CUDA_ARCH__.
     flags : tuple of str, optional
-        Additional compiler and linker flags. With any, the build folder is
-        kept next to the program, with the suffix ``.build``: ``--coverage``
-        writes its files there.
+        Additional compiler and linker flags. With any, the kernel is linked
+        with the engine to a program, and the build folder is kept next to it,
+        with the suffix ``.build``: ``--coverage`` writes its files there.
 
     Raises
     ------
@@ -191,13 +193,13 @@ def is_own(kernel: KernelPlan) -> bool:
 
 
 def with_lines(kernel: KernelPlan, arch: str, flags: tuple[str, ...]) -> Path:
-    """The same program with debug information, which changes no address."""
-    return _executable(kernel, arch, flags, True)
+    """The same file with debug information, which changes no address."""
+    return _executable(kernel, arch, flags, True)[-1]
 
 
 def _executable(
     kernel: KernelPlan, arch: str, flags: tuple[str, ...], lines: bool
-) -> Path:
+) -> tuple[Path, ...]:
     command = host_compiler()
     built = text(kernel)
     compiling = (
@@ -209,10 +211,17 @@ def _executable(
         *flags,
     )
     headers = _headers()
-    linking = (*command, *_LINK_FLAGS, *flags)
-    linkers = [(*linking, *x, *_FILES) for x in dict.fromkeys([_GOLD, ()])]
-    if not flags:
-        linkers = [*_called_by(linkers[0]), *linkers]
+    engine = _engine(command)
+    loader = _loader(command, engine)
+    layout = "" if flags else _layout(command, engine, loader)
+
+    def link(made: Path, program: Path) -> subprocess.CompletedProcess[str]:
+        if layout:
+            script = made.with_suffix(".ld")
+            script.write_text(layout, encoding="ascii")
+            return _image(command, script, program, made)
+        options = (*command, *_LINK_FLAGS, *flags)
+        return _call(*options, made, engine, "-o", program)
 
     def build(path: Path) -> None:
         folder = path.with_suffix(".build")
@@ -222,12 +231,7 @@ def _executable(
             written.write_text(built, encoding="utf-8")
             done = _call(*compiling, *headers, "-c", written, "-o", made)
             if done.returncode == 0:
-                program = folder / "program"
-                files = {_OBJECT: made, _ENGINE: engine, _PROGRAM: program}
-                for linker in linkers:
-                    done = _call(*(files.get(x, x) for x in linker))
-                    if done.returncode == 0:
-                        break
+                done = link(made, folder / "program")
             if done.returncode:
                 raise CompileError(
                     source.explain(
@@ -236,38 +240,16 @@ def _executable(
                         r"^(.+?):(\d+):(?:\d+:)? (?:fatal )?error:",
                     )
                 )  # fmt: skip
-            os.replace(program, path)
+            os.replace(folder / "program", path)
         finally:
             if not flags:
                 shutil.rmtree(folder)
 
-    engine = _engine(command)
     # Of any checkout, as the engine's name tells the headers' content; but
     # what g++ notes of files (--coverage) is of this one.
-    key = (_hash(built), compiling, flags and headers, linking, engine.name)
-    return _kept(f"{kernel.entry}_{_hash(key)}", build)
-
-
-# Stand for the files of a link.
-_OBJECT, _ENGINE, _PROGRAM = "kernel.o", "engine.o", "program"
-_FILES = (_OBJECT, _ENGINE, "-o", _PROGRAM)
-
-
-@functools.cache
-def _called_by(linking: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """The command of gold that a compiler's command to link runs, if any.
-
-    A third of a link is the compiler's own programs, which find its words.
-    """
-    gold = shutil.which("ld.gold")
-    for line in _call(*linking, "-###").stderr.splitlines():
-        # Without the plugin, which links what is not compiled yet.
-        line = re.sub(r"\s-plugin\s+\S+", " ", line)
-        words = shlex.split(line) if "-dynamic-linker" in line else []
-        if gold and {*_FILES, *_GOLD} <= {*words}:
-            own = (x for x in words[1:] if not x.startswith("-plugin-opt"))
-            return ((gold, *(x for x in own if x not in _GOLD)),)
-    return ()
+    key = (_hash(built), compiling, flags and headers, engine.name, layout)
+    made = _kept(f"{kernel.entry}_{_hash(key)}", build)
+    return (loader, made) if layout else (made,)
 
 
 def _engine(command: tuple[str, ...]) -> Path:
@@ -287,10 +269,93 @@ def _engine(command: tuple[str, ...]) -> Path:
             )
         os.replace(made, path)
 
-    files = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
-    texts = _hash("".join(map(source.read, files)))
-    key = (compiling, _version(command), texts)
+    files = sorted(x for x in os.listdir(FOLDER) if x.endswith((".h", ".cpp")))
+    texts = (source.read(os.path.join(FOLDER, x)) for x in files)
+    key = (compiling, _version(command), _hash_of_all(*texts))
     return _kept(f"engine_{_hash(key)}", build)
+
+
+def _loader(command: tuple[str, ...], engine: Path) -> Path:
+    """The engine as a program, which loads kernels' images."""
+
+    def build(path: Path) -> None:
+        # Starts in half of the time, where static libraries are installed.
+        for how in (("-static",), ()):
+            linking = (*command, *_LINK_FLAGS, *how, engine, "-o", path)
+            done = _call(*linking)
+            if done.returncode == 0:
+                return
+        raise CompileError(
+            "the emulator's engine cannot be linked with"
+            f" {command[0]}:\n{_log(done)}"
+        )
+
+    return _kept(f"{engine.name}_loader", build)
+
+
+@functools.lru_cache(8)
+def _layout(command: tuple[str, ...], engine: Path, loader: Path) -> str:
+    """The linker's script of images, with the addresses of the engine.
+
+    What compilers call in kernels has the prefix ``emulated_``. Empty without
+    nm, or where the linker takes no such script: kernels are linked with the
+    engine there.
+    """
+    nm = _named(command, "-print-prog-name=nm")
+    try:
+        said = [_call(nm, "-P", "--defined-only", x) for x in (engine, loader)]
+        own, at = (dict(_SYMBOL.findall(x.stdout)) for x in said)
+        written = _SCRIPT + "".join(
+            f"{name.removeprefix('emulated_')} = 0x{at[name]};\n"
+            for name in sorted(own.keys() & at.keys() - {"main"})
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            script, image = Path(folder, "image.ld"), Path(folder, "image")
+            script.write_text(written, encoding="ascii")
+            empty = "--defsym=emulator_entry=0"
+            done = _image(command, script, image, empty)
+    except OSError:
+        return ""
+    return "" if done.returncode else written
+
+
+def _image(
+    command: tuple[str, ...], script: Path, image: Path, *parts: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """Link an image: without the compiler, which would add its libraries."""
+    linker = _named(command, "-print-prog-name=ld")
+    libgcc = _named(command, "-print-libgcc-file-name")  # its arithmetic
+    return _call(linker, "-T", script, *parts, libgcc, "-o", image)
+
+
+# Names and addresses of functions and variables that are not a file's own.
+_SYMBOL = re.compile(r"^(\w+) [TBDR] ([0-9a-f]+)", re.M)
+# Begins with the Image of engine_image.h. An image has no zeros that its file
+# does not have.
+_SCRIPT = """\
+PHDRS { code PT_LOAD FLAGS(5); data PT_LOAD FLAGS(6); }
+SECTIONS {
+  . = emulator_image;
+  .image : {
+    QUAD(emulator_entry) QUAD(frames) QUAD(first) QUAD(last)
+  } :code
+  .text : { *(.text .text.*) } :code
+  .rodata : { *(.rodata .rodata.* .gcc_except_table*) } :code
+  .init_array : {
+    first = .; KEEP(*(.init_array .init_array.*)) last = .;
+  } :code
+  .eh_frame : { frames = .; KEEP(*(.eh_frame)) LONG(0) } :code
+  . = ALIGN(CONSTANT(MAXPAGESIZE));
+  .data : { *(.data .data.* .bss .bss.* COMMON) QUAD(0) } :data
+  /DISCARD/ : { *(.note.* .comment) }
+}
+"""
+
+
+@functools.cache
+def _named(command: tuple[str, ...], option: str) -> str:
+    """What a compiler prints: a program or a file that it uses."""
+    return _call(*command, option).stdout.strip()
 
 
 @functools.cache
@@ -342,6 +407,11 @@ def _hash(key: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
+@functools.lru_cache(4)
+def _hash_of_all(*texts: str) -> str:
+    return _hash("".join(texts))
+
+
 def _kept(name: str, build: Callable[[Path], None]) -> Path:
     """The named file in the cache folder, built if it does not exist."""
     return cache.kept(f"cuflash_emulator/{name}", build)
@@ -355,7 +425,7 @@ def _log(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def run(
-    program: Path,
+    command: tuple[Path, ...],
     folder: Path,
     entry: str,
     timeout: float,
@@ -365,7 +435,7 @@ def run(
 
     Parameters
     ----------
-    program : Path
+    command : tuple of Path
         As returned by `executable`.
     folder : Path
         Contains ``launch.txt`` and ``memory.bin``.
@@ -385,7 +455,7 @@ def run(
     """
     try:
         done = subprocess.run(
-            [program, folder],
+            [*command, folder],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
