@@ -151,8 +151,9 @@ def _graph(
         raise
     except jax.errors.TracerArrayConversionError as error:
         trace.refuse(
-            "a traced value is an index of a NumPy array",
-            "make it JAX's, jnp.asarray(table), or pass it by mod_arrays",
+            "NumPy gets a traced value",
+            "write jnp's function of this name; make an array that it is an"
+            " index of JAX's, jnp.asarray(table), or pass it by mod_arrays",
             trace.place_of(error) or "",
         )
     except Exception as error:

@@ -426,7 +426,7 @@ BAD = {
     "narrow sum": (narrow_sum, "add of int8, which wraps: convert it first"),
     "inverse": (of_scipy, "erf_inv has no rule: write it with arithmetic"),
     "if": (with_if, "write np.where"),
-    "NumPy's": (of_numpy, "index of a NumPy array: make it JAX's"),
+    "NumPy's": (of_numpy, "an index of JAX's, jnp.asarray"),
 }
 
 
