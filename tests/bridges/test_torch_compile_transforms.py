@@ -59,8 +59,9 @@ def test_transforms_inside_of_compiled_code(call, name):
             whole(call, x)
 
 
-def test_a_tangent_that_enters_compiled_code():
-    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_tangent_that_enters_compiled_code(backend):
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
     x = torch.randn(2, 5, 2, 4)
     compiled(x)
     with pytest.raises(UnsupportedError, match="have no forward mode"):
