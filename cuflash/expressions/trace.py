@@ -574,12 +574,7 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
     elif (name, len(operands)) in _OF_SEVERAL:
         return _limited(_OF_SEVERAL[name, len(operands)](*operands))
     elif name not in BY_UFUNC:
-        refuse(
-            f"{words} cannot be recorded",
-            "expressions know +, -, *, /, //, %, **, comparisons, &, |, ~,"
-            " << and >>, and of NumPy's and SciPy's functions "
-            + ", ".join(sorted({x.name for x in BY_UFUNC.values()} - _OURS)),
-        )
+        _refuse_unknown(words)
     row = BY_UFUNC[name]
     name = row.name
     if len(operands) != row.operands:
@@ -593,6 +588,15 @@ def _called(words: str, name: str, args: tuple[Any, ...]) -> Symbol:
     if name == "power":
         return _limited(_power(words, *operands))
     return _limited(apply(name, *operands))
+
+
+def _refuse_unknown(words: str) -> NoReturn:
+    refuse(
+        f"{words} cannot be recorded",
+        "expressions know +, -, *, /, //, %, **, comparisons, &, |, ~,"
+        " << and >>, and of NumPy's and SciPy's functions "
+        + ", ".join(sorted({x.name for x in BY_UFUNC.values()} - _OURS)),
+    )
 
 
 _OURS = {"to_int", "to_real", "product_if"}
@@ -722,6 +726,8 @@ def _called_with(words: str, args: Any, keywords: Mapping[str, Any]) -> Symbol:
         return _called_with("torch.where", (args[1], args[2], args[0]), {})
     if name == "gelu" and keywords.keys() <= {"approximate"}:
         return _gelu(*args, **keywords)
+    if keywords and name not in METHODS.union(_COMPOSED, _FILLED, ("rsub",)):
+        _refuse_unknown(words)
     if keywords:
         refuse(
             f"{words} with {', '.join(keywords)} cannot be recorded",
@@ -826,19 +832,41 @@ def record(
     return _result(result, role, at), frozenset(keywords)
 
 
+def with_numbers(
+    function: Callable[..., Any], whole: set[str]
+) -> Callable[..., Any]:
+    """A function that gets arrays without axes as numbers."""
+    if not whole:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        for name in whole.intersection(named):
+            named[name] = named[name][0]
+        return function(*args, **named)
+
+    return call
+
+
 def result(node: Node, role: str, function: Any) -> Node:
     """A graph that was made without symbols, of the role's kind."""
     return _result(Symbol(node), role, _where(function, role))
 
 
-def _of_failure(error: Exception, at: str) -> str:
-    """What a function raised, and where; NumPy hides what a symbol says."""
-    place, trace = at, error.__traceback__
+def place_of(error: Exception) -> str | None:
+    """The user's line that raised; None if there is none."""
+    place, trace = None, error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if is_users(file):
             place = f"{file}, line {trace.tb_lineno}"
         trace = trace.tb_next
+    return place
+
+
+def _of_failure(error: Exception, at: str) -> str:
+    """What a function raised, and where; NumPy hides what a symbol says."""
+    place = place_of(error) or at
     advice = ""
     if str(Symbol) in str(error):  # a library's words for what it got
         return (

@@ -14,7 +14,9 @@ _ADDRESS_BITS = 44  # of a buffer
 
 @dataclass(frozen=True, eq=False)
 class Abstract:
-    """A C-contiguous array without data, as `validate` reads arrays.
+    """An array without data, as `validate` reads arrays.
+
+    C-contiguous, or the first columns of one that is.
 
     XLA's buffers are aligned and share no memory: addresses are far apart.
 
@@ -24,23 +26,37 @@ class Abstract:
     dtype : dtype
     slot : int
         Which of a callback's buffers holds the data.
+    width : int or None
+        The columns of a row in memory, if they are more than its own.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     slot: int = -1
     device_id: int = 0
+    width: int | None = None
 
     @property
     def strides(self) -> tuple[int, ...]:
         """Strides in bytes."""
+        held = self.shape
+        if self.width is not None:
+            held = (*held[:-1], self.width)
         return tuple(
-            self.dtype.itemsize * math.prod(self.shape[axis + 1 :])
-            for axis in range(len(self.shape))
+            self.dtype.itemsize * math.prod(held[axis + 1 :])
+            for axis in range(len(held))
         )
 
-    def __getitem__(self, index: int) -> Abstract:
-        """The only element along the first axis, in the same memory."""
+    def __getitem__(self, index: Any) -> Abstract:
+        """The only element along the first axis, or the first columns.
+
+        In the same memory.
+        """
+        if isinstance(index, tuple):
+            *axes, columns = index
+            assert axes == [...] and columns.start is None
+            shape = (*self.shape[:-1], columns.stop)
+            return replace(self, shape=shape, width=self.shape[-1])
         assert index == 0 and self.shape[0] == 1
         return replace(self, shape=self.shape[1:])
 

@@ -179,13 +179,21 @@ def readout(direction: str, names: Names, asked: Asked) -> Traced:
     return Traced(check, given, names, results, results)
 
 
+def forward_kvcache(*, head_dim_v: Any = None, **given: Any) -> Call:
+    """Check a call; values are the keys' first columns without v_cache."""
+    call = validate_kvcache.with_values(given, head_dim_v)
+    return validate_kvcache.forward_kvcache(**call)
+
+
 def kvcache(names: Names, asked: Asked, return_lse: Any) -> Traced:
     """`cuflash.forward_kvcache`; caches that get new tokens are results."""
     return_lse = checks.flag("return_lse", return_lse)
     returned = ("out", "lse")[: 1 + return_lse]
-    updated = validate_kvcache.CACHES if "k_new" in names else ()
+    updated: Names = ()
+    if "k_new" in names:
+        updated = tuple(x for x in validate_kvcache.CACHES if x in names)
     return Traced(
-        validate_kvcache.forward_kvcache,
+        forward_kvcache,
         dict(asked) | {"return_lse": return_lse},
         names,
         returned,

@@ -7,8 +7,7 @@ arrays from outside, which become operands of the call and have gradients.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -134,7 +133,7 @@ def _graph(
     given, _ = traced.given_of(_described(own), values)
     try:
         whole = {n for n, x in named.items() if not x.ndim}
-        return trace.record(_with_numbers(function, whole), role, given)
+        return trace.record(trace.with_numbers(function, whole), role, given)
     except ExpressionError as error:
         first = error
     if not callable(function) or hasattr(function, "shape"):
@@ -150,6 +149,13 @@ def _graph(
         )
     except ExpressionError:
         raise
+    except jax.errors.TracerArrayConversionError as error:
+        trace.refuse(
+            "NumPy gets a traced value",
+            "write jnp's function of this name; make an array that it is an"
+            " index of JAX's, jnp.asarray(table), or pass it by mod_arrays",
+            trace.place_of(error) or "",
+        )
     except Exception as error:
         # Neither NumPy's functions nor JAX's: symbols know the line.
         raise first from error
@@ -158,22 +164,6 @@ def _graph(
         trace.result(found, role, function),
         given_names if names is None else given_names.intersection(names),
     )
-
-
-def _with_numbers(
-    function: Callable[..., Any], whole: set[str]
-) -> Callable[..., Any]:
-    """A function that gets arrays without axes as numbers."""
-    if not whole:
-        return function
-
-    @functools.wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        for name in whole.intersection(named):
-            named[name] = named[name][0]
-        return function(*args, **named)
-
-    return call
 
 
 def of_batch(asked: Mapping[str, Any]) -> bool:

@@ -431,7 +431,7 @@ _INNER = "jaxpr", "call_jaxpr", "fun_jaxpr"
 _LOOPS = "while", "scan"
 _SUMS = "reduce_sum", "reduce_prod", "dot_general"
 # Results are operands.
-_CHOOSE = "max", "min", "clamp", "select_n", "copy", "copy_p"
+_CHOOSE = "max", "min", "clamp", "select_n", "copy", "copy_p", "pvary"
 _CURE = (
     "write it with arithmetic, comparisons, jnp.where, exp, log, tanh, sqrt,"
     " sin, cos and the like, or put what it computes into an array of"
@@ -440,6 +440,8 @@ _CURE = (
 _CURES = {
     "while": "write a loop of Python, which is unrolled",
     "scan": "write a loop of Python, which is unrolled",
+    "stop_gradient": "all of a score is differentiated: read what is constant"
+    " from an array that jax.lax.stop_gradient returned",
     "random_bits": "put random numbers into an array of mod_arrays",
 }
 
@@ -637,6 +639,7 @@ _EACH: dict[str, Callable[..., Node]] = {
     "round": _round,
     "copy": lambda _, x: x,
     "copy_p": lambda _, x: x,
+    "pvary": lambda _, x: x,  # in shard_map: a device's own number
     "optimization_barrier": lambda _, x: x,
 }
 

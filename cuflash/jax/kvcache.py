@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _NAME = "cuflash.jax.forward_kvcache"
 # Arguments that are Python values; all others are arrays.
 _STATIC = (
-    "max_seqlen_q", "rotary_interleaved", "scale", "causal", "num_splits",
-    *(x for x in KVCACHE if x not in ARRAYS),
+    "head_dim_v", "max_seqlen_q", "rotary_interleaved", "scale", "causal",
+    "num_splits", *(x for x in KVCACHE if x not in ARRAYS),
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ _STATIC = (
 def forward_kvcache(
     q: ArrayLike,
     k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    v_cache: ArrayLike | None = None,
     *positional: NoReturn,
     return_lse: bool = False,
     **options: Unpack[JaxCacheOptions],
@@ -62,7 +62,8 @@ def forward_kvcache(
     q : jax.Array, (batch, seqlen_q, num_heads_q, head_dim)
     k_cache, v_cache : jax.Array, (batch, capacity, num_heads_kv, head_dim)
         In the dtype of `q`, or float8_e4m3fn. With `page_table`, (num_pages,
-        page_size, num_heads_kv, head_dim).
+        page_size, num_heads_kv, head_dim). Without `v_cache`, values are the
+        first `head_dim_v` columns of keys.
     cache_seqlens : int or integer array of shape () or (batch,), optional
         As for `cuflash.forward_kvcache`. It may change from call to call
         without compiling again, also if it is an int.
@@ -77,7 +78,8 @@ def forward_kvcache(
     lse : jax.Array, (batch, num_heads_q, seqlen_q)
         Only with `return_lse`.
     k_cache, v_cache : jax.Array
-        Only with `k_new` and `v_new`: the caches, with the new tokens.
+        Only with `k_new` and `v_new`: the caches, with the new tokens; the
+        first alone without `v_cache`.
 
     Raises
     ------
@@ -117,7 +119,9 @@ def forward_kvcache(
     named: dict[str, Any] = {x: y for x, y in options.items() if y is not None}
     numbers = {x: named.pop(x) for x in _STATIC if x in named}
     read = functions.take_whole(numbers, functions.wide_of(q))
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **named, **read}
+    given = {"q": q, "k_cache": k_cache, **named, **read}
+    if v_cache is not None:
+        given["v_cache"] = v_cache
     length = validate.length_or_array(given.pop("cache_seqlens", None))
     if length is not None and not validate.is_int(length):
         given["cache_seqlens"], length = length, None
@@ -137,11 +141,12 @@ def _bind(
     return_lse: Any,
 ) -> Any:
     rank = given["q"].ndim
-    shapes = {x: given[x].shape for x in ("k_cache", "v_cache")}
+    caches = "k_cache", "v_cache"
+    shapes = {x: given[x].shape for x in caches if x in given}
     packed = "cu_seqlens_q" in given
     given = validate.with_batch(_of_sequences(given, packed))
     types = abstract_all(given)
-    call = validate.forward_kvcache(
+    call = calls.forward_kvcache(
         **types, **numbers, return_lse=return_lse,
         **({} if length is None else {"cache_seqlens": length}),
     )  # fmt: skip

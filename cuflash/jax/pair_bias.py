@@ -178,6 +178,11 @@ def attention_pair_bias(
     given |= {} if seen is None else {"mask": seen}
     shapes = {x: tuple(y.shape) for x, y in given.items()}
     multiplicity = pair_bias.multiplicity_of(shapes, num_heads)
+    gated = {"s": s, "w_proj_g": w_proj_g, "w_proj_o": w_proj_o}
+    others = {"b_proj_g": b_proj_g, "b_proj_o": b_proj_o}
+    gated |= {name: x for name, x in others.items() if x is not None}
+    shapes = {x: tuple(y.shape) for x, y in gated.items()}
+    pair_bias.check_gate(tuple(q.shape), shapes)
     batch = bias.shape[0]
     if seen is not None:
         if len(seen) != q.shape[0]:

@@ -94,8 +94,8 @@ def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return aval.update(shape=shape, dtype=dtype, sharding=own, weak_type=False)
 
 
-def _results(q: Any, v: Any, return_lse: bool) -> list[Any]:
-    shape = (*q.shape[:-1], v.shape[-1])
+def _results(q: Any, columns: int, return_lse: bool) -> list[Any]:
+    shape = (*q.shape[:-1], columns)
     lse = _like(q, lse_shape(shape), lse_dtype(q.dtype))
     return [_like(q, shape, q.dtype), lse][: 1 + return_lse]
 
@@ -104,7 +104,7 @@ def _results(q: Any, v: Any, return_lse: bool) -> list[Any]:
 def _attention_types(
     q: Any, k: Any, v: Any, *others: Any, return_lse: bool, **_: Any
 ) -> list[Any]:
-    return _results(q, v, return_lse)
+    return _results(q, v.shape[-1], return_lse)
 
 
 @second_tangent_p.def_abstract_eval
@@ -119,7 +119,7 @@ def _tangent_types(
 ) -> list[Any]:
     n = len(wrt) + len(moved)
     q, _k, v = operands[n : n + 3]
-    results = _results(q, v, return_lse)
+    results = _results(q, v.shape[-1], return_lse)
     if not several:
         return results
     # Of a second tangent, the directions are those of the first.
@@ -184,10 +184,11 @@ def _kvcache_types(
     *operands: Any, names: Names, return_lse: bool, **params: Any
 ) -> list[Any]:
     call = calls.kvcache(names, return_lse=return_lse, **params)
-    given = _checked(call, operands)
+    given = call.named(operands)
+    columns = call.check(abstract_all(given)).problem.head_dim_v
     caches = (given[x] for x in call.updated)
     return [
-        *_results(given["q"], given["v_cache"], return_lse),
+        *_results(given["q"], columns, return_lse),
         *(_like(x, x.shape, x.dtype) for x in caches),
     ]
 

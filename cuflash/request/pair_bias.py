@@ -80,3 +80,26 @@ def multiplicity_of(shapes: Shapes, num_heads: Any) -> int:
             " or of q"
         )
     return max(multiplicity, 1)
+
+
+def check_gate(q: tuple[int, ...], shapes: Shapes) -> None:
+    """Check what gates and projects a result, which would broadcast.
+
+    shapes : of s, w_proj_g and w_proj_o; of b_proj_g and b_proj_o, if there.
+    """
+    rows, heads, seqlen_q, head_dim = q
+    columns = heads * head_dim
+    width, of_out = shapes["s"][-1:], shapes["w_proj_o"][:1]
+    expected = {
+        "s": (rows, seqlen_q, *width),
+        "w_proj_g": (columns, *width),
+        "b_proj_g": (columns,),
+        "w_proj_o": (*of_out, columns),
+        "b_proj_o": of_out,
+    }
+    for name, shape in shapes.items():
+        if shape != expected[name]:
+            raise ShapeError(
+                f"{name} has shape {shape}, expected {expected[name]}: q has"
+                f" {q}, heads * head_dim is {columns}, and s has {shapes['s']}"
+            )

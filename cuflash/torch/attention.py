@@ -26,7 +26,7 @@ from .functions import Functions
 from .gradients import Attention
 from .ops import attention as by_operator
 from .repeated import Numbers, request_of
-from .tracing import is_seen
+from .tracing import TRANSFORMED, is_seen, is_transformed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -208,6 +208,12 @@ def attend(
     compiling = torch.compiler.is_compiling()
     transformed = False
     if compiling:
+        if is_transformed(program is not None):
+            return _in_eager_mode(
+                program, (q, k, v, return_lse, numbers, deterministic, given),
+                arrays=arrays, by_heads=by_heads,
+                return_max_score=return_max_score,
+            )  # fmt: skip
         to_cast = torch.is_autocast_enabled(q.device.type)
     else:
         inputs = {"q": q, "k": k, "v": v}
@@ -255,6 +261,14 @@ def attend(
         return transforms.attention(request, wanted, q, k, v)
     moved = map(request.tensors.get, request.moved)
     return Attention.apply(request, wanted, q, k, v, *moved)
+
+
+@torch.compiler.disable(reason=TRANSFORMED)
+def _in_eager_mode(program: Any, given: tuple[Any, ...], **named: Any) -> Any:
+    """`attend`, which Dynamo leaves as it is."""
+    if program is not None:
+        named["own"] = Functions.of_program(*program)
+    return attend(*given, **named)
 
 
 def _by_views(

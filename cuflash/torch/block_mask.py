@@ -52,14 +52,16 @@ class BlockMask:
     ) -> None:
         self.mask_mod, self.shape = mask_mod, shape
         self.BLOCK_SIZE = block_size
-        self._snapshot = functions.Snapshot(mask_mod)
+        # Made when it is asked for: compilers trace this.
+        self._snapshot: functions.Snapshot | None = None
 
     @property
     def snapshot(self) -> functions.Snapshot:
         """What calls share; `mask_mod` may be assigned."""
-        if self._snapshot.mask_mod is not self.mask_mod:
-            self._snapshot = functions.Snapshot(self.mask_mod)
-        return self._snapshot
+        found = self._snapshot
+        if found is None or found.mask_mod is not self.mask_mod:
+            found = self._snapshot = functions.Snapshot(self.mask_mod)
+        return found
 
     @property
     def seq_lengths(self) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def taken(
         now = _follow(score if role == "score_mod" else hidden, path)
         if not _equal(now.shape, shape):
             raise UnsupportedError("a size has changed while it was traced")
-    found = list(own.values())
+    found = [x if x.ndim else x.reshape(1) for x in own.values()]
     for role, path in places:
         x = _follow(score if role == "score_mod" else hidden, path)
         if x.ndim == 0:
@@ -286,7 +286,8 @@ def _at_each_call(
     given = {n: x for n, x in given.items() if x is not None}
     found = recorded(_whole(given, size), own, numbers, None)
     read = zip(found.names, found.tensors, strict=True)
-    arrays = [*own.values(), *(readable(n, x, q) for n, x in read)]
+    held = (x if x.ndim else x.reshape(1) for x in own.values())
+    arrays = [*held, *(readable(n, x, q) for n, x in read)]
     text = serial.dumps(found.graphs.roots)
     return Program(arrays, list(numbers.values()), text)
 

@@ -105,7 +105,17 @@ class Static:
 
 
 class _Function(torch.autograd.Function):
-    """Saves all its tensors; leaves out tangents and gradients of 0."""
+    """Saves all its tensors; leaves out tangents and gradients of 0.
+
+    Where code that is compiled transforms a call, it runs in eager mode, and
+    no compiler looks into the methods.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in ("forward", "backward", "jvp", "vmap"):
+            method = torch.compiler.disable(getattr(cls, name))
+            setattr(cls, name, staticmethod(method))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -2,7 +2,7 @@
 
 The dispatcher is left out, which takes as long as half of a call, and so is
 lse where compiled code drops it. Profilers and dispatch modes, which see
-operators only, get operators.
+operators only, get operators; so does forward mode, which they refuse.
 
 Compiled code outlives this version of cuflash in caches on disk: a function
 here keeps its name, arguments and results. One that changes gets a new name.
@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import ops
 from .ops import OPERATORS
@@ -30,7 +31,7 @@ _modes = torch._C._len_torch_dispatch_stack
 
 def attention(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
     """out and lse."""
-    if _is_profiled() or _modes():
+    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
         return OPERATORS.attention(q, k, v, *tensors, **numbers)
     return ops.run(q, k, v, *tensors, **numbers)
 
@@ -39,34 +40,34 @@ def attention_out(
     q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any
 ) -> Any:
     """out, alone in a tuple."""
-    if _is_profiled() or _modes():
+    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
         return OPERATORS.attention(q, k, v, *tensors, **numbers)[:1]
     return ops.request(tensors, numbers).forward(q, k, v, False)
 
 
 def attention_backward(*tensors: Any, **numbers: Any) -> Any:
     """The gradients of q, k, v and the options that have them."""
-    if _is_profiled() or _modes():
+    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
         return OPERATORS.attention_backward(*tensors, **numbers)
     return ops.run_backward(*tensors, **numbers)
 
 
 def plain_attention(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
     """out and lse of a call without options."""
-    if _is_profiled() or _modes():
+    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
         return OPERATORS.plain_attention(q, k, v, **numbers)
     return plain_request(**numbers).forward(q, k, v, True)
 
 
 def plain_attention_out(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
     """out of a call without options, alone in a tuple."""
-    if _is_profiled() or _modes():
+    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
         return OPERATORS.plain_attention(q, k, v, **numbers)[:1]
     return plain_request(**numbers).forward(q, k, v, False)
 
 
 def plain_attention_backward(*tensors: Any, **numbers: Any) -> Any:
     """The gradients of q, k and v."""
-    if _is_profiled() or _modes():
+    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
         return OPERATORS.plain_attention_backward(*tensors, **numbers)
     return ops.run_plain_backward(*tensors, **numbers)

@@ -22,6 +22,7 @@ from .functions import Functions, named_at
 from .op_gradients import NO_SECOND_DERIVATIVES
 from .ops import GRADIENTS, LIBRARY, NUM_SAVED, SCHEMA, WANTED
 from .request import Request
+from .tracing import refuse_tangents
 
 FUNCTIONS = "Tensor[] read, Scalar[] values, str graphs"
 _NAME, _BACKWARD = "function_attention", "function_attention_backward"
@@ -172,6 +173,7 @@ def _autograd_of_gradients(*tensors: Any, **numbers: Any) -> Any:
     saved, read = tensors[:NUM_SAVED], tensors[NUM_SAVED]
     functions, others = tensors[NUM_SAVED + 1 :][:2], tensors[NUM_SAVED + 3 :]
     each = (*saved, *read, *others)
+    refuse_tangents(each)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*each):
         found = _Once.apply(functions, numbers, len(read), *each)
         count = 3 + len(options.DIFFERENTIABLE)
@@ -190,6 +192,7 @@ def _autograd(
     *tensors: Any, **numbers: Any,
 ) -> Any:  # fmt: skip
     each = (q, k, v, *read, *tensors)
+    refuse_tangents(each)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*each):
         return _Traced.apply(name, values, graphs, numbers, len(read), *each)
     return _below(name, q, k, v, read, values, graphs, *tensors, **numbers)

@@ -231,6 +231,9 @@ def taken(
     if q is not None:
         for name in found.names:
             own[name] = readable(name, own[name], q)
+    for name, x in own.items():
+        if not x.ndim:
+            own[name] = x.reshape(1)
     return Functions(found.graphs, own, numbers, kept)
 
 

@@ -11,7 +11,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.request.options import DIFFERENTIABLE
 
 from .ops import KERNELS, LIBRARY
-from .tracing import is_traced
+from .tracing import is_traced, refuse_tangents
 
 NO_SECOND_DERIVATIVES = (
     "second derivatives of cuflash.torch.attention are not supported in "
@@ -80,6 +80,7 @@ def _autograd_kernel(name: str, first: int, function: Any) -> Callable:
     run = KERNELS[name]
 
     def kernel(*tensors: Any, **numbers: Any) -> Any:
+        refuse_tangents(tensors)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
             return function.apply(name, numbers, *tensors)
         if is_traced(*tensors[first : first + 3]):

@@ -256,6 +256,13 @@ def attention_pair_bias(
     multiplicity = pair_bias.multiplicity_of(
         {name: tuple(x.shape) for name, x in shapes.items()}, num_heads
     )
+    gate = {"s": s, "w_proj_g": w_proj_g, "w_proj_o": w_proj_o}
+    others = {"b_proj_g": b_proj_g, "b_proj_o": b_proj_o}
+    gate |= {name: x for name, x in others.items() if x is not None}
+    check_tensors(gate)
+    pair_bias.check_gate(
+        tuple(q.shape), {name: tuple(x.shape) for name, x in gate.items()}
+    )
     lead = bias.shape[0], multiplicity
     seen = mask
     if mask is not None:
@@ -267,8 +274,8 @@ def attention_pair_bias(
     out = triangle_attention(q, k, v, bias[:, None], seen, attn_scale)
     out = out.flatten(0, 1).transpose(1, 2)
     linear = torch.nn.functional.linear
-    gate = torch.sigmoid(linear(s, w_proj_g, b_proj_g))
-    out = linear(gate * out.flatten(2), w_proj_o, b_proj_o)
+    factor = torch.sigmoid(linear(s, w_proj_g, b_proj_g))
+    out = linear(factor * out.flatten(2), w_proj_o, b_proj_o)
     return out, bias if return_z_proj else None
 
 

@@ -25,6 +25,7 @@ from .checks import check_no_tangents, check_tensors
 from .functions import named_at
 from .readout_gradients import Readout
 from .readout_ops import POSITIONAL
+from .tracing import TRANSFORMED, is_transformed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -253,6 +254,8 @@ def _call(
     call = f"cuflash.torch.{name}"
     given, arrays = split_options(call, options, positional)
     compiling = torch.compiler.is_compiling()
+    if compiling and is_transformed(not TRACED.isdisjoint(given)):
+        torch._dynamo.graph_break(msg=TRANSFORMED)
     program: Any = None
     read: list[torch.Tensor] = []
     if not TRACED.isdisjoint(given):

@@ -294,9 +294,11 @@ def recorded(
     given, unread = traced.given_of(_described(own), values)
     capture = _Capture(len(own), _names_of(functions, unread), known)
     roots: list[tuple[str, Node]] = []
+    whole = {traced.name_of(n) for n, x in own.items() if not x.ndim}
     with capture, trace.capturing(capture.number):
         for role, function in functions.items():
             capture.role = role
+            function = trace.with_numbers(function, whole)
             root, read = trace.record(function, role, given)
             roots.append((role, root))
             unread -= read

@@ -62,3 +62,46 @@ def by_operations() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+TRANSFORMED = (
+    "compiled code calls cuflash.torch in forward mode or inside a transform"
+    " of torch.func, which its operators do not know: compile the function"
+    " that is transformed, or leave out fullgraph"
+)
+
+
+@torch.compiler.assume_constant_result
+def is_transformed(mapped: bool) -> bool:
+    """Whether code that is traced transforms calls as no operator can.
+
+    Operators have the derivatives of torch.autograd alone.
+
+    Parameters
+    ----------
+    mapped : bool
+        Whether vmap counts.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(mapped or x.key() != vmap for x in stack)
+
+
+def refuse_tangents(tensors: Any) -> None:
+    """Raise where an operator would lose a tangent.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor or None
+    """
+    if forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(
+                "a tensor has a tangent, expected none: compiled and traced"
+                " calls of cuflash.torch have no forward mode; call in eager"
+                " mode, on plain tensors"
+            )

@@ -14,6 +14,7 @@ from .request import Request
 from .tracing import is_watched
 
 
+@torch.compiler.disable
 def attention(
     request: Request,
     return_lse: bool,

@@ -42,7 +42,7 @@ def given(dtype="float32", head_dim=8, **others):
 
 def paged(arrays):
     pages = {x: arrays[x].reshape(6, 8, *arrays[x].shape[2:])
-             for x in ("k_cache", "v_cache")}  # fmt: skip
+             for x in ("k_cache", "v_cache") if x in arrays}  # fmt: skip
     return arrays | pages | {"page_table": PAGES}
 
 
@@ -66,6 +66,13 @@ def rotated(arrays):
 
 def read_only(arrays):
     return {n: x for n, x in arrays.items() if not n.endswith("_new")}
+
+
+def latent(arrays):
+    """Values are the first columns of keys."""
+    values = "v_cache", "v_new"
+    keys = {n: x for n, x in arrays.items() if n not in values}
+    return keys | {"head_dim_v": 8}
 
 
 def tree(b, h, q_idx, kv_idx, *, is_ancestor, seqlen_q, seqlen_k):
@@ -109,6 +116,7 @@ CALLS = {
     "bfloat16": given("bfloat16"),
     "float64": given("float64"),
     "no batch": without_batch(given()),
+    "latent": paged(latent(given(head_dim=12, causal=True))),
 }
 
 
@@ -117,7 +125,7 @@ def expected(arrays):
     arrays = {n: x.copy() if isinstance(x, np.ndarray) else x
               for n, x in arrays.items()}  # fmt: skip
     found = cuflash.forward_kvcache(**arrays, return_lse=True)
-    caches = arrays["k_cache"], arrays["v_cache"]
+    caches = [arrays[x] for x in ("k_cache", "v_cache") if x in arrays]
     return (*found, *caches) if "k_new" in arrays else found
 
 
@@ -147,7 +155,9 @@ def test_values_are_those_of_numpy(name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["bfloat16", "paged", "rotated", "tree"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "paged", "rotated", "tree", "latent"]
+)
 def test_values_are_those_of_the_kernels(name):
     arrays, static = split(CALLS[name])
     with by_the_driver("sm_80"):

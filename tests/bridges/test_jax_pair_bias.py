@@ -151,3 +151,6 @@ def test_wrong_shapes():
     words = r"mask has shape \(3, 7\), expected \(2, 7\) or \(6, 7\)"
     with pytest.raises(cuflash.ShapeError, match=words):
         attention_pair_bias(**given, mask=np.ones((3, 7)), num_heads=2)
+    given["b_proj_g"] = given["b_proj_g"][:1]
+    with pytest.raises(cuflash.ShapeError, match="b_proj_g has shape .1,"):
+        attention_pair_bias(**given, mask=None, num_heads=2)

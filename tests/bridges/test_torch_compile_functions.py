@@ -149,3 +149,15 @@ def test_text_keeps_every_number():
     root, _ = trace.record(odd, "score_mod", trace.Given())
     text = serial.dumps([("score_mod", root)])
     assert serial.loads(text)[0][1] is root
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def test_a_block_mask_that_compiled_code_makes():
+    def call(*qkv):
+        mask = create_block_mask(causal, None, None, SEQLEN, SEQLEN)
+        return flex_attention(*qkv, block_mask=mask)
+
+    assert_equal(compiled(call)(*QKV), call(*QKV))

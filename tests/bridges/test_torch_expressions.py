@@ -96,6 +96,10 @@ REFUSED = {
     "alpha": (
         lambda s, b, h, i, j: torch.add(s, i, alpha=2), "write a + alpha * b",
     ),
+    "slope": (
+        lambda s, b, h, i, j: functional.leaky_relu(s, 0.2),
+        "of NumPy's and SciPy's",
+    ),
     "number of a tensor": (
         lambda s, b, h, i, j: torch.tensor(2.0) * s, "x.item()",
     ),

@@ -1,5 +1,7 @@
 """score_mod and mask_mod of tensors: what they close over, what is kept."""
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests of cuflash.torch")
@@ -20,7 +22,10 @@ from cuflash.torch import (  # noqa: E402
     flex_attention,
     functions,
 )
-from helpers.compare import assert_allclose  # noqa: E402
+from helpers.compare import (  # noqa: E402
+    assert_allclose,
+    assert_arrays_equal,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -364,3 +369,18 @@ def test_derivatives_of_derivatives():
     for x, direction in zip(got, directions, strict=True):
         other = torch.func.jvp(lambda y: call(q, y), (bias,), (direction,))
         assert_near(x, other[1])
+
+
+def test_tensors_without_axes_by_name():
+    def decay(score, b, h, q_idx, kv_idx, *, rate):
+        return score - rate * abs(q_idx - kv_idx)
+
+    rate = torch.tensor(0.5, requires_grad=True)
+    call = functools.partial(attention, *QKV, score_mod=decay)
+    out = call(mod_arrays={"rate": rate})
+    assert_near(out, call(mod_arrays={"rate": 0.5}))
+    (slope,) = torch.autograd.grad(out.sum(), rate)
+    vector = rate.detach().reshape(1).requires_grad_()
+    out = attention(*QKV, score_mod=lambda s, *x: decay(s, *x, rate=vector[0]))
+    (expected,) = torch.autograd.grad(out.sum(), vector)
+    assert_arrays_equal(slope, expected[0], "slope")

@@ -233,6 +233,14 @@ def test_wrong_shapes_of_pairs():
         attention_pair_bias(**given, num_heads=HEADS)
 
 
+@pytest.mark.parametrize("name", ["s", "w_proj_g", "b_proj_g", "b_proj_o"])
+def test_a_gate_that_would_broadcast(name):
+    given = pair_inputs(2) | {"mask": None, "num_heads": HEADS}
+    given[name] = given[name][:1]
+    with pytest.raises(cuflash.ShapeError, match=f"{name} has shape .1,"):
+        attention_pair_bias(**given)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_a_mask_of_another_batch(rows):
     given = pair_inputs(3)
