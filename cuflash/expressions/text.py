@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from cuflash.expressions import derivative, nodes, ranges
+from cuflash.expressions import bounds, derivative, nodes, ranges
 from cuflash.expressions.affine import Affine, affine
 from cuflash.expressions.builtin import of_distance, shared_by
 from cuflash.expressions.derivative import Differential
@@ -23,6 +23,7 @@ from cuflash.expressions.reals import in_reals
 from cuflash.expressions.trace import ArrayKind
 
 MOST_AXES = 4  # of an array
+SMALL_SQUARE = 0.2  # request/softcap.py: POLY4_MOST
 
 _ELEMENTS = {
     "bool": "u8", "int8": "signed char", "uint8": "u8", "int16": "short",
@@ -150,6 +151,7 @@ def _score_struct(
         *header,
         *body.members,
         "    static constexpr bool FAST = sizeof(Element) == 2;",
+        f"    static constexpr float SMALL_SQUARES = {_small(needed)!r}f;",
         "",
         _SET_HEAD,
         *body.set_head,
@@ -157,7 +159,7 @@ def _score_struct(
         *body.reads_inside([score, slope]),
         *(body.affine(parts) if parts else _NOT_AFFINE),
         *body.of_distance(),
-        *_score_functions(body, score, slope),
+        *_score_functions(body, score, slope, motion),
         f"    {_PAIRS} struct Gradients {{",
         *(
             f"        ex::{x.sums}<Real, Pairs> {body.name(x.gather)};"
@@ -186,7 +188,9 @@ def _score_struct(
 
 
 def _of_argument(lines: list[str]) -> list[str]:
-    """Lines of a function of x, with the s and scale that some name."""
+    """Lines of a function of x, with the s, scale and SMALL that some name."""
+    if any("SMALL" in x for x in lines):
+        lines = ["        constexpr bool SMALL = false;", *lines]
     if any(re.search(r"\bscale\b", x) for x in lines):
         return ["        const Real s = x, scale = 1;", *lines]
     return lines
@@ -265,33 +269,54 @@ class _Motion(NamedTuple):
         ]
 
 
+def _small(roots: Sequence[Node]) -> float:
+    """SMALL_SQUARES: the largest square of a score that SMALL may be said of.
+
+    0 if no tanh is that of a score by a constant.
+    """
+    caps = [_cap_of(x) for x in nodes.in_order(roots)]
+    return min((SMALL_SQUARE * x * x for x in caps if x), default=0.0)
+
+
 _NOT_AFFINE = ("    static constexpr bool AFFINE = false;",)
 
 
 _PAIR = "Real s, Real scale, int query, int key"
 
 
-def _score_functions(body: _Body, score: Node, slope: Node) -> list[str]:
-    """f, and f with its slope; of what pairs of a distance share, or alone."""
+def _score_functions(
+    body: _Body, score: Node, slope: Node, motion: _Motion | None
+) -> list[str]:
+    """f, and f with its derivatives; of what pairs of a distance share too.
+
+    The second derivative is that of calls of second derivatives.
+    """
     found: list[str] = []
-    for roots, by in (([score], ""), ([score, slope], ", Real& slope")):
+    each = [{"": score}, {"": score, "slope": slope}]
+    if motion and motion.of_slope:
+        each.append(each[1] | {"bend": motion.of_slope.by_score})
+    for results in each:
+        roots = [*results.values()]
+        by = "".join(f", Real& {x}" for x in results if x)
         given = ", const OfDistance& shared" if body.shared else ""
         found += [
-            "    template <bool INSIDE = false>",
+            "    template <bool INSIDE = false, bool SMALL = false>",
             f"    Real score({_PAIR}{by}{given}) const {{",
             *_with_score([
                 *body.lines(roots, body.shared),
-                *([f"        slope = {body.name(slope)};"] if by else []),
+                *(f"        {x} = {body.name(y)};"
+                  for x, y in results.items() if x),
                 f"        return {body.name(score)};",
             ]),
             "    }",
         ]  # fmt: skip
         if given:
-            passed = "s, scale, query, key" + (", slope" if by else "")
+            passed = "".join(f", {x}" for x in results if x)
+            passed = "s, scale, query, key" + passed
             found += [
-                "    template <bool INSIDE = false>",
+                "    template <bool INSIDE = false, bool SMALL = false>",
                 f"    Real score({_PAIR}{by}) const {{",
-                f"        return score<INSIDE>({passed},"
+                f"        return score<INSIDE, SMALL>({passed},"
                 " of_distance<INSIDE>(query, key));",
                 "    }",
             ]
@@ -516,11 +541,30 @@ class _Body:
             return f"ex::to<{kind}>({args[0]})"
         if node.op == "divide" and node.args[1].is_constant:
             return self._by_constant(node, args)
-        fused = self._fused(node)
-        if fused:
-            return fused
+        special = self._fused(node) or self._of_special(node)
+        if special:
+            return special
         fast = self._fast(node) if node.op in _FAST else ""
         return f"ex::{node.op}{fast}({', '.join(args)})"
+
+    def _of_special(self, node: Node) -> str | None:
+        """A quotient of a pair, or tanh of a score by a constant."""
+        if self._exact or node.of_head:
+            return None
+        fast = self._fast(node)[:-1]
+        args = ", ".join(self.name(x) for x in node.args)
+        if node.op == "divide" and node not in self._exact_quotients:
+            divisor = node.args[1]
+            kind = (
+                "MODERATE" if bounds.is_moderate(divisor)
+                else "FAR" if bounds.is_far_from_zero(divisor) else "ANY"
+            )  # fmt: skip
+            return f"ex::divide{fast}, ex::{kind}>({args})"
+        by = _cap_of(node)
+        if by:
+            factor = self._literal(nodes.constant(1 / by))
+            return f"ex::tanh_of{fast}, SMALL>({args}, x, {factor})"
+        return None
 
     def _fast(self, node: Node) -> str:
         return "<false>" if node in self._exact_quotients else "<FAST>"
@@ -831,6 +875,16 @@ _STEPS = frozenset((
 _DOMAINS = frozenset((
     "sqrt", "log", "log2", "log10", "log1p", "power", "isnan", "isinf",
 ))  # fmt: skip
+
+
+def _cap_of(node: Node) -> float | None:
+    """c of ``tanh(score / c)``."""
+    if node.op != "tanh" or node.args[0].op != "divide":
+        return None
+    x, by = node.args[0].args
+    known = x is SCORE and by.is_constant
+    # Beyond, powers of the inverse are no numbers.
+    return by.value if known and 1e-4 <= abs(by.value) <= 1e9 else None
 
 
 def _before_steps(order: Sequence[Node]) -> set[Node]:

@@ -559,6 +559,7 @@ def _main_kernel(form: _Form) -> KernelPlan:
         ("TAIL_PARTS", form.tail_parts),
         ("STAGES", tile.num_stages),
         ("SCORE_BENDS", score_bends(problem)),
+        ("SCORE_WARPGROUPS", 1),
         ("SCORES_TWICE", scores_twice(problem)),
         ("MASK_BITS", count_mask_words(problem, tile) > 0),
         *of_narrow,

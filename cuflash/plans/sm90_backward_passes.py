@@ -142,6 +142,7 @@ def _kernel(
         ("GROUP_PARTS", 1),
         ("TAIL_PARTS", 1),
         ("SCORE_BENDS", score_bends(problem)),
+        ("SCORE_WARPGROUPS", 1),
         ("SCORES_TWICE", _scores_twice(problem, which)),
         ("MASK_BITS", False),
         ("DLSE", problem.dlse),

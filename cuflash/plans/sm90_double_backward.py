@@ -5,6 +5,8 @@ Without options but a user's score.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request import mod_tangents
@@ -41,6 +43,8 @@ _ROW_BYTES, _ROWS_BYTES = 4 * 4, 16
 _WORK_BYTES = 3 * 4  # of a work tile
 
 _QUERY_WARPS = 4  # that compute d2q
+_WIDEST_OF_TWO = 64  # head, for two warpgroups of a user's scores
+_WARPGROUP = 128
 
 # Of the kernels that compute the flagged tiles.
 _RECOMPUTE_TILE = Tile(16, 32, 4), Tile(32, 16, 4)
@@ -94,6 +98,16 @@ def _fits(problem: Problem, tile: Tile) -> bool:
     return True  # registers do for all its head dimensions
 
 
+def _score_warpgroups(problem: Problem) -> int:
+    """How many warpgroups compute scores.
+
+    A user's score takes so many instructions that all others wait for it.
+    Wide heads take longer: two warpgroups read K and V twice.
+    """
+    wide = max(head_dims(problem)) > _WIDEST_OF_TWO
+    return 1 if problem.score_mod is None or wide else 2
+
+
 def _main(
     problem: Problem, device: Device, tile: Tile, semaphores: int
 ) -> KernelPlan:
@@ -101,7 +115,8 @@ def _main(
     if _shared_of(problem, tile, q_stages) > device.shared_bytes:
         q_stages = tile.num_stages
     shared = _shared_of(problem, tile, q_stages)
-    return kernel_of(
+    warpgroups = _score_warpgroups(problem)
+    kernel = kernel_of(
         problem, tile, "sm90", head_dims(problem), shared,
         ("NUM_WARPS", _QUERY_WARPS),
         ("SCORE_WARPS_Q", tile.score_warps_q),
@@ -114,8 +129,11 @@ def _main(
         ("STAGES", tile.num_stages),
         ("Q_STAGES", q_stages),
         ("SCORE_BENDS", score_bends(problem)),
+        ("SCORE_WARPGROUPS", warpgroups),
         ptxas_level=tile.ptxas_level,
     )  # fmt: skip
+    more = (warpgroups - 1) * _WARPGROUP
+    return replace(kernel, threads=kernel.threads + more)
 
 
 def _recompute_launches(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cuflash.expressions import nodes
 from cuflash.plans.tiles import Tile
 from cuflash.plans.workspace import Buffer
 from cuflash.request.problem import Problem
@@ -27,11 +28,12 @@ from .steps import (
     tile_bytes,
 )
 
-# A thread has 240 registers: S, W and what they become, and the sums of O and
-# O'. Sums up to this do not spill.
-_REGISTERS = 192
+# S, W and what they become, and the sums of O and O': up to so many of a
+# thread's 240 registers, or of 160 where three warpgroups consume.
+_REGISTERS = {128: 192, 192: 128}
 
 _FLAG_ROWS = 16  # common/row_flags.cuh
+_CONSUMER_ROWS = 64  # sm90/consumer_constants.cuh
 
 # Of the kernel that computes the flagged rows.
 _RECOMPUTE_TILE = Tile(32, 16, 4)
@@ -57,13 +59,39 @@ def _shared(problem: Problem, tile: Tile) -> int:
     )
 
 
+# What a score may consist of without being slow.
+_FAST = frozenset((
+    "score", "add", "subtract", "multiply", "negative", "absolute",
+    "minimum", "maximum", "where",
+))  # fmt: skip
+
+
+def _is_slow(problem: Problem) -> bool:
+    """Whether a user's score has functions of the score, or divides by it.
+
+    They take so long that a scheduler should have three warps, not two.
+    """
+    if problem.score_mod is None:
+        return False
+    return any(
+        x.kind == "real" and "score" in x.depends and x.op not in _FAST
+        and not (x.op == "divide" and "score" not in x.args[1].depends)
+        for x in nodes.in_order([problem.score_mod])
+    )  # fmt: skip
+
+
 def _fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
+    two = 2 * _CONSUMER_ROWS
+    if tile.block_q > two:  # by three consumers
+        if problem.seqlen_q <= two or not _is_slow(problem):
+            return False
     if tile.directions > num_directions(problem):
         return False
     if has_expression(problem) and tile.directions > 1:
         return False  # slopes are not kept for the second
-    return tile.block_k + (1 + tile.directions) * dv // 2 <= _REGISTERS
+    used = tile.block_k + (1 + tile.directions) * dv // 2
+    return used <= _REGISTERS.get(tile.block_q, 0)
 
 
 def _kernel(

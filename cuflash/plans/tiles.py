@@ -91,7 +91,9 @@ def _sm90_forward() -> Iterator[Tile]:
 
 
 def _sm90_jvp() -> Iterator[Tile]:
-    # Two consumer warpgroups, and one producer.
+    # Three consumer warpgroups, and one producer: for scores alone.
+    yield Tile(192, 64, 16, num_stages=3, ptxas_level=3)
+    # Two consumers.
     for k, stages in product((128, 64), (3, 2)):
         yield Tile(128, k, 12, num_stages=stages, ptxas_level=3)
     for k, stages in product((96, 80, 64), (3, 2)):

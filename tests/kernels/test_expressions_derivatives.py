@@ -88,6 +88,21 @@ def test_jvp_of_a_score_alone_on_hopper(backend, moving, options):
     check_jvp(backend, call)
 
 
+def capped(score, b, h, q_idx, kv_idx):
+    return 0.5 * score + 3.0 * np.tanh(score / 4)
+
+
+@on_kernels
+@pytest.mark.parametrize("scale", [0.05, 0.125, -0.6])
+def test_jvp_of_small_and_large_scores_on_hopper(backend, scale):
+    """A warp's tanh is a polynomial, or not; at -0.6 scores reach 20."""
+    case = replace(
+        CASE, **FAMILIES["Hopper"], seqlen_q=193, head_dim=64, head_dim_v=64,
+        layout="contiguous", scale=scale,
+    )  # fmt: skip
+    check_jvp(backend, Call(case, ("q", "k", "v"), capped))
+
+
 @on_kernels
 @pytest.mark.parametrize("family", ["sm80", "fma", "simt"])
 def test_sums_in_order(backend, family):

@@ -226,13 +226,29 @@ EDGES = (
 )
 
 
+# Slopes of quotients by divisors whose inverse is no normal number.
+SLOPES = {
+    "score * 1e37 / (1e38 + q_idx)": 0.1,
+    "score * 3e37 / (-3e38 - q_idx)": -0.1,
+    "score * 1e-41 / (1e-40 + 0.0 * q_idx)": 0.1,
+    "score * 0 / (1e-40 + 0.0 * q_idx)": 0.0,
+}
+
+
 def test_quotients_at_the_edge_of_a_domain():
-    of_scores = [Drawn("score_mod", x) for x in EDGES]
-    none = [None] * len(EDGES)
+    of_scores = [Drawn("score_mod", x) for x in (*EDGES, *SLOPES)]
+    none = [None] * len(of_scores)
     _, found, pairs, *_ = run(of_scores, none, 3, "bfloat16")
-    for x, of in zip(found, EDGES, strict=True):
+    for x, of in zip(found, EDGES, strict=False):
         # exp2_approx errs by 2^-22; of 4 at most are rounded.
         assert_allclose(x.score, pairs.score, of, atol=2.0**-20)
+    for x, (of, slope) in zip(
+        found[len(EDGES) :], SLOPES.items(), strict=True
+    ):
+        # 1e-41 has 13 bits.
+        assert_allclose(x.slope, 0.0 * x.slope + slope, of, atol=2.0**-13)
+        want = pairs.score * slope
+        assert_allclose(x.score, want, of, atol=2.0**-13 * abs(want).max())
 
 
 # Reads, and whether the tile of all pairs has them inside.

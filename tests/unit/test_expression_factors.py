@@ -21,7 +21,7 @@ def factors(node):
 def test_a_softcap_has_the_slope_of_tanh():
     first, second = slopes(lambda s: 20 * np.tanh(s / 20))
     assert [x.op for x in first.args] == ["constant", "multiply"]
-    assert factors(first) == [] and factors(second) == [-2.0, 1 / 20]
+    assert factors(first) == [] and factors(second) == [-2.0 / 20]
 
 
 def test_equal_terms_are_one():

@@ -25,6 +25,7 @@
 // (sm90/backward_owned_dq.cuh); KEY_PARTS (sm90/forward_key_parts.cuh): keys of the last query
 // tiles are divided, of a grid of MAIN_BLOCKS.
 // Warps: SCORE_WARPS_Q along the queries of S and dQ, GRADIENT_WARPS_K along the keys of dK and dV;
+// SCORE_WARPGROUPS, which share the queries of S (sm90/double_backward.cu);
 // SCORE_PARTS: 1, or how many warps sum a part each of the same scores (score_parts.cuh);
 // WARP_ROLES: 1, or 2 where half of the warps compute scores and half gradients; WEIGHT_KEYS: how
 // many columns of P a warp's lanes exchange at a time; WARP_KEYS of a warp; K_VECTOR and V_VECTOR,

@@ -3,6 +3,7 @@
 //
 // Operands are numbers, or intervals that hold the values of a whole tile (intervals.cuh).
 #pragma once
+#include "score/approximations.cuh"
 #include "score/intervals.cuh"
 
 namespace ex {
@@ -375,15 +376,10 @@ template <bool FAST, class A> inline auto exp2(A a) {
         else return ::exp2(x);
     });
 }
-// FAST: tanh|x| = 2 / (1 + e^(-2|x|)) - 1, to 8 * 2^-24 (softcap.cuh).
 template <bool FAST, class A> inline auto tanh(A a) {
     return nearly_monotone(a, [](auto x) {
-        if constexpr (FAST) {
-            const float r = reciprocal_approx(exp2_approx(-2.8853900817779268f * fabsf(x)) + 1.0f);
-            return copysignf(fmaf(2.0f, r, -1.0f), x);
-        } else {
-            return ::tanh(x);
-        }
+        if constexpr (FAST) return tanh_approx(2.8853900817779268f * x);
+        else return ::tanh(x);
     });
 }
 template <class A> inline auto expm1(A a) {

@@ -22,10 +22,13 @@ template <class Real> struct ScoreExpression {
     // move.
     static constexpr bool CURVED = false;
     // f(scale s), and its slope. INSIDE: reads are inside, and need no test.
-    template <bool INSIDE = false> Real score(Real s, Real scale, int, int) const {
+    static constexpr float SMALL_SQUARES = 0.0f;
+    template <bool INSIDE = false, bool SMALL = false>
+    Real score(Real s, Real scale, int, int) const {
         return s * scale;
     }
-    template <bool INSIDE = false> Real score(Real s, Real scale, int, int, Real& slope) const {
+    template <bool INSIDE = false, bool SMALL = false>
+    Real score(Real s, Real scale, int, int, Real& slope) const {
         slope = 1;
         return s * scale;
     }

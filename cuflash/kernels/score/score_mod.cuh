@@ -66,6 +66,31 @@ __device__ __forceinline__ void with_reads_tested(
     compute(Bool<false>{});
 }
 
+// Calls compute(Bool<SMALL>), SMALL for a warp all of whose N scores scale S are as small as
+// SMALL_SQUARES says. Compares sums of eight squares, as softcap.cuh does. Whole warp.
+template <int N, class Mod, class Compute>
+__device__ __forceinline__ void with_size_tested(
+    const Mod& score_mod, const float (&products)[N], Compute compute) {
+    if constexpr (SCORE_MOD)
+        if constexpr (decltype(score_mod.user)::SMALL_SQUARES > 0) {
+            static_assert(N % 8 == 0, "each product is tested");
+            constexpr float SQUARES = decltype(score_mod.user)::SMALL_SQUARES;
+            // Less than infinity, which a sum of large squares may be.
+            const float most = fminf(SQUARES / (score_mod.scale * score_mod.scale), 3e38f);
+            bool fits = true;
+            #pragma unroll
+            for (int first = 0; first < N; first += 8) {
+                float squares = 0.0f;
+                #pragma unroll
+                for (int i = first; i < first + 8; ++i)
+                    squares = fmaf(products[i], products[i], squares);
+                fits &= squares <= most;
+            }
+            if (__ballot_sync(0xFFFFFFFFu, fits) == 0xFFFFFFFFu) return compute(Bool<true>{});
+        }
+    compute(Bool<false>{});
+}
+
 // After pair i of a lane: limits the loads in flight, each of which needs registers.
 template <class User> __device__ __forceinline__ void limit_reads(const User&, int i) {
     if (User::READS && i % 8 == 7) __syncwarp();
@@ -159,11 +184,13 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
         }
     }
 
-    // The score of one product.
+    // The score of one product. SMALL: with_size_tested().
+    template <bool SMALL = false>
     Real score(
         Real product, Real distance, int query, int key, Derivatives<Real>& derivatives) const {
-        return score(product, this->bias_of(query, key), distance, query, key, derivatives);
+        return score<SMALL>(product, this->bias_of(query, key), distance, query, key, derivatives);
     }
+    template <bool SMALL = false>
     Real score(Real product, Real bias, Real distance, int query, int key,
                Derivatives<Real>& derivatives) const {
         Real x[1] = {product}, slope_of_x[1];
@@ -174,7 +201,8 @@ struct ScoreMod : SoftmaxScale<Real>, Softcap<Real>, Alibi<Real>, HeadBias<Real>
             derivatives.before_f = slope_of_x[0];
             x[0] = BUILT_IN
                 ? this->user.score(x[0], Real(1), query, key, derivatives.by_bias)
-                : this->user.score(product, scale, query, key, derivatives.by_bias);
+                : this->user.template score<false, SMALL>(
+                      product, scale, query, key, derivatives.by_bias);
             derivatives.by_product *= derivatives.by_bias;
         }
         return x[0];

@@ -5,7 +5,8 @@
 #include "common/softmax.cuh"
 #include "score/score_mod.cuh"
 
-constexpr int S_REGS = BLOCK_Q / 2;                         // a thread's floats of 64 keys' S^T
+// A thread's floats of 64 keys' S^T.
+constexpr int S_REGS = BLOCK_Q / 2 / SCORE_WARPGROUPS;
 constexpr bool OPTIONS = WINDOW || PAIRWISE || !LINEAR || DROPOUT;
 constexpr bool MASKED = CAUSAL || WINDOW || PAIRWISE || PACKED;      // some pairs may be masked
 

@@ -3,10 +3,11 @@
 #pragma once
 #include "sm90/backward_scheduler.cuh"
 
-// A warp's 16 rows of P^T or dS^T, for the warpgroups that need them.
+// A warp's 16 rows of P^T or dS^T, for the warpgroups that need them, from first_column on.
 __device__ __forceinline__ void publish(
-    u32 tile, u32 full, const u32 (&rounded)[S_REGS / 2], int warp_row, int lane) {
-    store_rows<BLOCK_K>(tile, warp_row, lane, rounded);
+    u32 tile, u32 full, const u32 (&rounded)[S_REGS / 2], int warp_row, int lane,
+    int first_column = 0) {
+    store_rows<BLOCK_K>(tile, warp_row, lane, rounded, first_column);
     fence_async_proxy();
     __syncwarp();
     mbarrier_arrive_if(lane == 0, full);

@@ -9,7 +9,8 @@
 // group. Warpgroup 0 produces: it loads tiles. The others divide the ten matmuls by results, as in
 // backward_wide.cu:
 //     1, scores    S^T, W^T (two), dP^T, U^T; from these P (W - b), dS and T, rounded, which go to
-//                  shared memory, each as soon as it is there
+//                  shared memory, each as soon as it is there (double_backward_role.cuh); with
+//                  SCORE_MOD and narrow heads two warpgroups, of half of the queries each
 //     2, keys      d2V and d2K, in registers
 //     3, queries   d2Q of the iteration, which it adds from its registers to float sums in global
 //                  memory; finish/dq.cu scales and rounds them
@@ -18,13 +19,14 @@
 //     its warps                  P  PW dS  |T
 //     tensor cores of others     .. dV  dK dQ  | dK dQ ..
 //
-// Grid: as sm90/backward.cu's, ordered as DETERMINISTIC requires. Block: 4 warpgroups.
+// Grid: as sm90/backward.cu's, ordered as DETERMINISTIC requires. Block: 3 + SCORE_WARPGROUPS
+// warpgroups.
 //
 // Constants: Element, CAUSAL, HEAD_DIM and HEAD_DIM_V (32, 64, 96 or 128), BLOCK_Q and BLOCK_K
-// (64), STAGES (of ddQ, dO and the weights), Q_STAGES (of Q), NUM_WARPS and SCORE_WARPS_Q of d2Q
-// alone, DQ_SEMAPHORES (0, or 1 if DETERMINISTIC), SHARED_BYTES; HEADS_INNERMOST
-// (backward_scheduler.cuh); Q_DOT, K_DOT, V_DOT: what moves; Arguments; no options but SCORE_MOD,
-// whose arrays do not move (double_backward_score_mod.cuh).
+// (64), STAGES (of ddQ, dO and the weights), Q_STAGES (of Q), SCORE_WARPGROUPS (1, or 2 with
+// SCORE_MOD), NUM_WARPS and SCORE_WARPS_Q of d2Q alone, DQ_SEMAPHORES (0, or 1 if DETERMINISTIC),
+// SHARED_BYTES; HEADS_INNERMOST (backward_scheduler.cuh); Q_DOT, K_DOT, V_DOT: what moves;
+// Arguments; no options but SCORE_MOD, whose arrays do not move (double_backward_score_mod.cuh).
 // Shared memory and barriers: double_backward_producer.cuh.
 //
 // Where the causal mask cuts a tile, a NaN or an infinity may reach rows that do not see it, as
@@ -32,160 +34,27 @@
 // launched next, compute these anew.
 //
 // Bad at: short sequences: K and V of the next work tile wait for the end of this one.
-#include "sm90/double_backward_producer.cuh"
-#include "sm90/double_backward_score_mod.cuh"
-#include "sm90/backward_roles.cuh"
+#include "sm90/double_backward_role.cuh"
 #include "common/dq_accum.cuh"
 #include "common/tile_flags.cuh"
 
-constexpr int BLOCK_THREADS = 4 * WARPGROUP;
+constexpr int BLOCK_THREADS = (3 + SCORE_WARPGROUPS) * WARPGROUP;
 constexpr int DQ_REGS = HEAD_DIM / 2, DK_REGS = HEAD_DIM / 2, DV_REGS = HEAD_DIM_V / 2;
-constexpr bool SCORES_MOVE = Q_DOT || K_DOT;
 constexpr int K_PANEL_BYTES = BLOCK_K * PANEL_ROW_BYTES, Q_PANEL_BYTES = BLOCK_Q * PANEL_ROW_BYTES;
 
-// As in backward_wide.cu: 512 for the four threads of the same rank in the warpgroups.
-constexpr int PRODUCER_REGISTERS = SCORE_MOD ? 24 : 32, SCORE_REGISTERS = 248 - PRODUCER_REGISTERS;
-constexpr int KEY_REGISTERS = 160, QUERY_REGISTERS = 104;
-static_assert(PRODUCER_REGISTERS + SCORE_REGISTERS + KEY_REGISTERS + QUERY_REGISTERS == 512, "");
+// Of the threads of the same rank in the warpgroups: four have 512 as in backward_wide.cu, and five
+// 480, 96 of each at first.
+constexpr bool FIVE = SCORE_WARPGROUPS == 2;
+constexpr int PRODUCER_REGISTERS = SCORE_MOD ? 24 : 32;
+constexpr int SCORE_REGISTERS = FIVE ? 144 : 248 - PRODUCER_REGISTERS;
+constexpr int KEY_REGISTERS = FIVE ? 96 : 160, QUERY_REGISTERS = FIVE ? 72 : 104;
+static_assert(PRODUCER_REGISTERS + SCORE_WARPGROUPS * SCORE_REGISTERS + KEY_REGISTERS
+                  + QUERY_REGISTERS == (FIVE ? 480 : 512), "");
+static_assert(!FIVE || DK_REGS + DV_REGS <= 64, "the keys' warpgroup has 96 registers");
 
 static_assert(BLOCK_Q == FLAG_TOKENS && BLOCK_K == FLAG_TOKENS, "a matmul has 64 rows");
 static_assert(QueryGrid::M_TILES == 1 && THREADS == WARPGROUP, "a warpgroup has all of d2Q");
 static_assert(DQ_SEMAPHORES == 0 || DQ_SEMAPHORES == 1, "one warpgroup adds to d2Q");
-
-// ---- The scores ----
-
-struct ScoreRole {
-    const Arguments& args;
-    SharedPlan& shared;
-    const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp_row = thread / 32 * 16;
-    const int first_column = lane % 4 * 2;                  // the lane's first query in a tile
-    const float scale_log2 = static_cast<float>(args.arrays.scale) * LOG2_E;
-    const u64 k = descriptor(shared_address(&shared.k), 0);
-    const u64 k_dot = descriptor(shared_address(&shared.k_dot), 0);
-    const u64 v = descriptor(shared_address(&shared.v), 0);
-    const u64 v_dot = descriptor(shared_address(&shared.v_dot), 0);
-
-    __device__ __forceinline__ void publish_rounded(
-        const float (&x)[S_REGS], const void* tile, const void* full) const {
-        u32 rounded[S_REGS / 2];
-        pack_pairs<Element>(rounded, x);
-        publish(shared_address(tile), shared_address(full), rounded, warp_row, lane);
-    }
-
-    // Issues the scores' matmuls of a query tile, in the order in which they are waited for. dO's
-    // stage has then arrived.
-    __device__ __forceinline__ void issue(
-        const IterationStage& stage, float (&s)[S_REGS], float (&w)[S_REGS], float (&dp)[S_REGS],
-        float (&u)[S_REGS]) const {
-        const int i = stage.q.index, n = stage.others.index;
-        const u32 phase = stage.others.phase;
-        const u64 q = descriptor(shared_address(&shared.q[i]), 0);
-        const u64 dout = descriptor(shared_address(&shared.dout[n]), 0);
-        mbarrier_wait(shared_address(&shared.q_full[i]), stage.q.phase);
-        issue_scores<HEAD_DIM>(s, k, q);
-        if constexpr (Q_DOT) mbarrier_wait(shared_address(&shared.q_dot_full[n]), phase);
-        if constexpr (SCORES_MOVE)
-            issue_tangents(w, k, k_dot, q, descriptor(shared_address(&shared.q_dot[n]), 0));
-        mbarrier_wait(shared_address(&shared.dout_full[n]), phase);
-        issue_scores<HEAD_DIM_V>(dp, v, dout);
-        if constexpr (V_DOT) issue_scores<HEAD_DIM_V>(u, v_dot, dout);
-    }
-
-    // P (W - b) to shared memory, once the weights of the stage before are read.
-    __device__ __forceinline__ void publish_product(
-        const IterationStage& stage, const float (&p)[S_REGS], const float (&w)[S_REGS]) const {
-        const int n = stage.others.index;
-        u32 rounded[S_REGS / 2];
-        round_product(rounded, p, w);
-        mbarrier_wait(shared_address(&shared.weights_empty[n]), stage.others.phase ^ 1);
-        publish(shared_address(&shared.pw[n]), shared_address(&shared.pw_full[n]), rounded,
-                warp_row, lane);
-    }
-
-    // One query tile. `key`: the lane's first. What a user's f is of masked pairs, NaN perhaps, is
-    // zeroed in each tile of weights, after the factors that f gives it.
-    __device__ __forceinline__ void iterate(
-        const IterationStage& stage, const Mask<CAUSAL, WINDOW>& mask, const MaskBounds& bounds,
-        int batch, int key) const {
-        const int n = stage.others.index;
-        const SecondRows& rows = shared.rows[n];
-        float s[S_REGS], w[S_REGS], dp[S_REGS], u[S_REGS];
-        issue(stage, s, w, dp, u);
-        const bool is_cut = cuts(bounds.first_full, bounds.end_full, rows.q_start);
-        const int query = rows.q_start + first_column;      // the lane's first
-        ScoreMod<float> score_mod(args);
-        score_mod.set_head(args, batch, rows.head);
-        Slopes user;                                        // SCORE_MOD
-
-        wgmma_wait<1 + SCORES_MOVE + V_DOT>();              // S
-        warpgroup_fence_operand(s);
-        if constexpr (SCORE_MOD)
-            probabilities_of_user(s, user, score_mod, rows, first_column, key);
-        else
-            exponentiate(s, LaneRows<>(rows, first_column), scale_log2);
-        if (is_cut) {
-            zero_masked(s, mask, bounds, query);
-            if constexpr (SCORE_BENDS) zero_masked(user.slopes, mask, bounds, query);
-        }
-
-        wgmma_wait<1 + V_DOT>();                            // W
-        if constexpr (SCORES_MOVE) warpgroup_fence_operand(w);
-        else
-            #pragma unroll
-            for (float& x : w) x = 0.0f;
-        if constexpr (SCORE_MOD)
-            relative_tangents_of_user(w, user, score_mod.scale, rows, first_column);
-        else
-            relative_tangents(w, rows, first_column);
-        if (is_cut) zero_masked(w, mask, bounds, query);
-        publish_product(stage, s, w);
-
-        wgmma_wait<V_DOT>();                                // dP
-        warpgroup_fence_operand(dp);
-        score_gradients(dp, s, rows, first_column);
-        if (is_cut) zero_masked(dp, mask, bounds, query);
-        if constexpr (SCORE_MOD) {
-            float scaled[S_REGS];
-            score_gradients_of_user(scaled, dp, user);
-            publish_rounded(scaled, &shared.ds[n], &shared.ds_full[n]);
-        } else {
-            publish_rounded(dp, &shared.ds[n], &shared.ds_full[n]);
-        }
-
-        wgmma_wait<0>();                                    // U
-        if constexpr (V_DOT) warpgroup_fence_operand(u);
-        else
-            #pragma unroll
-            for (float& x : u) x = 0.0f;
-        second_score_gradients(u, s, w, dp, rows, first_column);
-        if constexpr (SCORE_MOD) second_score_gradients_of_user(u, dp, user);
-        __syncwarp();
-        mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
-        if (is_cut) zero_masked(u, mask, bounds, query);
-        publish_rounded(u, &shared.t[n], &shared.t_full[n]);
-    }
-
-    __device__ __forceinline__ void run() const {
-        const Shape& shape = args.arrays.shape;
-        const Mask<CAUSAL, WINDOW> mask{shape.seqlen_q, shape.seqlen_k, {}};
-        IterationStage stage;
-        for (WorkState state;; ++state.count) {
-            const WorkTile work = acquire_work_tile(shared, state);
-            if (work.tile < 0) break;
-            __syncwarp();
-            release_work_tile(shared, state, lane == 0);
-            const QueryTiles tiles = query_tiles(args, work.tile, NoSequence{});
-            const int key = work.tile * BLOCK_K + warp_row + lane / 4;
-            const MaskBounds bounds(mask, tiles, key);
-            int remaining = QueryTileIterator(args, tiles, work).remaining;
-            mbarrier_wait(shared_address(&shared.k_full), state.kv_phase());
-            mbarrier_wait(shared_address(&shared.v_full), state.kv_phase());
-            for (; remaining > 0; --remaining, stage.next())
-                iterate(stage, mask, bounds, work.batch, key);
-            mbarrier_arrive_if(lane == 0, shared_address(&shared.kv_empty));
-        }
-    }
-};
 
 // ---- Gradients of keys ----
 
@@ -367,10 +236,10 @@ double_backward_sm90(const __grid_constant__ Arguments args) {
         if (threadIdx.x == 0) produce_second_queries(args, shared);
         if (threadIdx.x == WARPGROUP - 32) produce_second_keys(args, shared);
         if (DETERMINISTIC && threadIdx.x / 32 == 1) order_dq_additions(args, shared);
-    } else if (role == 1) {
+    } else if (role == 1 || (FIVE && role == 2)) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
-        ScoreRole{args, shared}.run();
-    } else if (role == 2) {
+        ScoreRole{args, shared, FIVE ? (role - 1) * SCORE_COLUMNS : 0}.run();
+    } else if (role == SCORE_WARPGROUPS + 1) {
         warpgroup_reg_alloc<KEY_REGISTERS>();
         KeyRole{args, shared}.run();
     } else {

@@ -12,7 +12,7 @@
 #include "sm90/backward_producer.cuh"
 #include "sm90/second_rows.cuh"
 
-constexpr int ROLE_WARPS = WARPGROUP / 32;
+constexpr int ROLE_WARPS = WARPGROUP / 32, SCORE_WARPS = SCORE_WARPGROUPS * ROLE_WARPS;
 
 struct SharedPlan {
     SmemTile<BLOCK_K, HEAD_DIM> k, k_dot;
@@ -49,20 +49,21 @@ __device__ __forceinline__ void init_barriers(SharedPlan& shared) {
         mbarrier_init(shared_address(&shared.q_dot_full[i]), 1);
         mbarrier_init(shared_address(&shared.q_dot_empty[i]), ROLE_WARPS);
         mbarrier_init(shared_address(&shared.dout_full[i]), 1);
-        mbarrier_init(shared_address(&shared.dout_empty[i]), 2 * ROLE_WARPS);
+        mbarrier_init(shared_address(&shared.dout_empty[i]), SCORE_WARPS + ROLE_WARPS);
         mbarrier_init(shared_address(&shared.weights_empty[i]), 2 * ROLE_WARPS);
-        mbarrier_init(shared_address(&shared.pw_full[i]), ROLE_WARPS);
-        mbarrier_init(shared_address(&shared.ds_full[i]), ROLE_WARPS);
-        mbarrier_init(shared_address(&shared.t_full[i]), ROLE_WARPS);
+        mbarrier_init(shared_address(&shared.pw_full[i]), SCORE_WARPS);
+        mbarrier_init(shared_address(&shared.ds_full[i]), SCORE_WARPS);
+        mbarrier_init(shared_address(&shared.t_full[i]), SCORE_WARPS);
     }
     mbarrier_init(shared_address(&shared.k_full), 1 + K_DOT);
     mbarrier_init(shared_address(&shared.v_full), 1 + V_DOT);
-    mbarrier_init(shared_address(&shared.kv_empty), 2 * ROLE_WARPS);
+    mbarrier_init(shared_address(&shared.kv_empty), SCORE_WARPS + ROLE_WARPS);
     for (int i = 0; i < WORK_STAGES; ++i) {
         mbarrier_init(shared_address(&shared.work_full[i]), 1);
         // the three roles, the producer of keys, the semaphore's warp
         mbarrier_init(
-            shared_address(&shared.work_empty[i]), 3 * ROLE_WARPS + 1 + DQ_SEMAPHORES);
+            shared_address(&shared.work_empty[i]),
+            SCORE_WARPS + 2 * ROLE_WARPS + 1 + DQ_SEMAPHORES);
     }
     fence_mbarrier_init();
 }

@@ -56,7 +56,9 @@
 
 constexpr int SIGN = NEGATE_SCORES ? -1 : 1;
 
-static_assert(CONSUMER_WARPGROUPS == 2, "240 registers for each of two consumers");
+// 512 for the four threads of the same rank in the warpgroups, and 504 where there are three.
+constexpr int CONSUMER_REGISTERS = CONSUMER_WARPGROUPS == 3 ? 160 : 240;
+static_assert(CONSUMER_WARPGROUPS == 2 || CONSUMER_WARPGROUPS == 3, "each has these registers");
 static_assert(DIRECTIONS == 1 || !SCORE_MOD, "slopes of f are not kept for a second direction");
 
 using Output = float[O_COUNT];
@@ -250,15 +252,19 @@ struct Consumer {
 
     // S and W become f of the scores, and its tangent.
     __device__ __forceinline__ void apply_score_mod(Scores& s, Scores& w, int k_start) const {
-        #pragma unroll
-        for (int i = 0; i < S_COUNT; ++i) {
-            const int query = tile.q_start + lane_row + i / 2 % 2 * 8;
-            const int key = k_start + i / 4 * 8 + lane % 4 * 2 + i % 2;
-            const float x_dot = Q_DOT || K_DOT ? w[i] * score_mod.scale : 0.0f;
-            Derivatives<float> derivatives;
-            s[i] = score_mod.score(s[i], 0.0f, query, key, derivatives);
-            w[i] = tangent.of(score_mod, derivatives, x_dot, query, key);
-        }
+        const auto apply = [&](auto small) {
+            #pragma unroll
+            for (int i = 0; i < S_COUNT; ++i) {
+                const int query = tile.q_start + lane_row + i / 2 % 2 * 8;
+                const int key = k_start + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                const float x_dot = Q_DOT || K_DOT ? w[i] * score_mod.scale : 0.0f;
+                Derivatives<float> derivatives;
+                s[i] = score_mod.template score<decltype(small)::value>(
+                    s[i], 0.0f, query, key, derivatives);
+                w[i] = tangent.of(score_mod, derivatives, x_dot, query, key);
+            }
+        };
+        with_size_tested(score_mod, s, apply);
     }
 
     // The same key tile in the second direction, from P.
@@ -433,7 +439,7 @@ jvp_sm90(const __grid_constant__ Arguments args) {
         warpgroup_reg_dealloc<24>();
         if (threadIdx.x == 0) produce(args, shared, tile, num_key_tiles);
     } else {
-        warpgroup_reg_alloc<240>();
+        warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(args, shared, tile, mask, num_key_tiles);
     }
 }

@@ -100,11 +100,13 @@ __device__ __forceinline__ void pack_pairs(u32 (&packed)[COUNT], const float (&d
     for (int i = 0; i < COUNT; ++i) packed[i] = pack<Element>(d[2 * i], d[2 * i + 1]);
 }
 
-// Stores a warp's 16 rows of a rounded accumulator to a tile of ROWS rows, from first_row on.
+// Stores a warp's 16 rows of a rounded accumulator to a tile of ROWS rows, from first_row on, and
+// from first_column on, where its columns and those before are those of one panel.
 template <int ROWS, int COUNT>
 __device__ __forceinline__ void store_rows(
-    u32 tile, int first_row, int lane, const u32 (&packed)[COUNT]) {
-    const u32 chunk_of_lane = tile + tile_offset<ROWS>(first_row + lane % 16, lane / 16 * 8);
+    u32 tile, int first_row, int lane, const u32 (&packed)[COUNT], int first_column = 0) {
+    const u32 chunk_of_lane =
+        tile + tile_offset<ROWS>(first_row + lane % 16, first_column + lane / 16 * 8);
     #pragma unroll
     for (int j = 0; j < COUNT / 4; ++j)                     // 16 rows, 16 columns
         stmatrix_x4((chunk_of_lane ^ (j % 4 * 2 * CHUNK_BYTES)) + j / 4 * (ROWS * PANEL_ROW_BYTES),
