@@ -883,8 +883,8 @@ def _cap_of(node: Node) -> float | None:
         return None
     x, by = node.args[0].args
     known = x is SCORE and by.is_constant
-    # Beyond, powers of the inverse are no numbers.
-    return by.value if known and 1e-4 <= abs(by.value) <= 1e9 else None
+    # Beyond, powers of the inverse are no normal numbers.
+    return by.value if known and 1e-4 <= abs(by.value) <= 1e4 else None
 
 
 def _before_steps(order: Sequence[Node]) -> set[Node]:
