@@ -69,6 +69,15 @@ def flags_of(indices: Array, length: int) -> Array:
 _held: deque[tuple[Any, list[Array]]] = deque()
 _lock = threading.Lock()  # of `_held`
 
+# Memory of calls in CUDA graphs that nobody else holds: each replay writes to
+# it, and CuPy does not say when a graph is gone.
+_of_graphs: list[Any] = []
+
+
+def _is_captured(stream: int) -> bool:
+    """Whether a stream's work goes into a CUDA graph."""
+    return bool(stream) and cupy.cuda.runtime.streamIsCapturing(stream)
+
 
 def give_back(lent: Sequence[tuple[Any, Array]]) -> None:
     """Let the owners of arrays go on after what a call has queued.
@@ -91,9 +100,7 @@ def give_back(lent: Sequence[tuple[Any, Array]]) -> None:
         streams = {_owners_stream(x, index) for x, _ in lent} - {ours.ptr}
         _let_go()
         # What a graph uses has to outlive the graph in any case.
-        if not streams or (
-            ours.ptr and cuda.runtime.streamIsCapturing(ours.ptr)
-        ):
+        if not streams or _is_captured(ours.ptr):
             return
         event = cuda.Event(disable_timing=True)
         event.record(ours)
@@ -292,6 +299,8 @@ class CupyBackend:
         return self.zeros(shape, dtype) if zero else self.empty(shape, dtype)
 
     def copy(self, target: Array, source: Array) -> None:
+        if _is_captured(self.stream()):
+            _of_graphs.append((target, source))
         target[...] = source
 
     def workspace(self, nbytes: tuple[int, ...]) -> tuple[Any, list[int]]:
@@ -300,6 +309,8 @@ class CupyBackend:
             return None, [0] * len(nbytes)
         # A single allocation: creating a CuPy array costs as much as a launch.
         memory = cupy.cuda.alloc(total)
+        if _is_captured(self.stream()):
+            _of_graphs.append(memory)
         start = memory.ptr
         return memory, [0 if x is None else start + x for x in offsets]
 
@@ -314,11 +325,9 @@ class CupyBackend:
         return cupy.cuda.get_current_stream().ptr
 
     def queue(self) -> int | None:
-        stream, runtime = self.stream(), cupy.cuda.runtime
+        stream = self.stream()
         # Each thread has a stream of its own by the handle 2.
-        if stream == 2 or (stream and runtime.streamIsCapturing(stream)):
-            return None
-        return stream
+        return None if stream == 2 or _is_captured(stream) else stream
 
     def launch(
         self, loaded: tuple[tuple[Any, ...], ...], arguments: bytes, kind: Any

@@ -92,11 +92,9 @@ def replayed(stream, graph, results, arrays, others):
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_graph_capture(cp, stream, dtype, head_dim):
-    """Replays read what stands in the inputs then.
+    """Replays read what stands in the inputs then, and write results alone.
 
-    A graph keeps the addresses of the temporaries, which go back to CuPy's
-    pool after the capture. Nothing else is allocated on this stream here
-    before the results are out.
+    Not to arrays that CuPy's pool gives others after the capture.
     """
     arrays, *others = (
         inputs_on_gpu(dtype, seed, head_dim) for seed in range(3)
@@ -106,10 +104,16 @@ def test_graph_capture(cp, stream, dtype, head_dim):
     with stream:
         all_results(*arrays)  # compiles, and fills the pool of this stream
         graph, results = captured(stream, arrays)
+        later = [
+            cp.full(4 << n, 7, np.uint8)
+            for n in range(8, 21)
+            for _ in range(9)
+        ]
         for other, want in zip(others, wants, strict=True):
             got = replayed(stream, graph, results, arrays, other)
             for a, b in zip(got, want, strict=True):
                 assert_bitwise(a, b, "result")
+        assert all((x == 7).all() for x in later)
 
 
 def forget_calls(monkeypatch):

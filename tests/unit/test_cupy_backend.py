@@ -72,6 +72,17 @@ def test_forward_allocates_results_alone(fake, structs):
     assert struct["arrays"]["lse"] == lse.data.ptr
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_graph_keeps_its_memory(fake, monkeypatch, is_captured):
+    """Or arrays made after a capture would share it with the replays."""
+    module, runtime = sys.modules["cuflash.backends.cupy"], fake.cuda.runtime
+    monkeypatch.setattr(runtime, "streamIsCapturing", lambda _: is_captured)
+    monkeypatch.setattr(module, "_of_graphs", kept := [])
+    cuflash.backward(**inputs())
+    ((_, start, _),) = fake.logged("alloc")
+    assert [x.ptr for x in kept] == [start] * is_captured
+
+
 def test_backward_has_one_allocation_for_all_buffers(fake, structs):
     gradients = cuflash.backward(**inputs(), deterministic=True)
     ((_, start, nbytes),) = fake.logged("alloc")
