@@ -150,7 +150,9 @@ def attention(
     if options or positional:
         plain, arrays = split_options(_NAME, options, positional)
         if not TRACED.isdisjoint(plain):
-            if torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active():
+                own = functions.taken_in_eager_mode(plain, arrays, q)
+            elif torch.compiler.is_compiling():
                 program = compiled_functions.taken(plain, arrays, q)
             else:
                 own = functions.taken(plain, arrays, q)
@@ -208,10 +210,11 @@ def attend(
     compiling = torch.compiler.is_compiling()
     transformed = False
     if compiling:
-        if is_transformed(program is not None):
+        # Dynamo may begin here, with `own`.
+        if is_transformed(program is not None or own is not None):
             return _in_eager_mode(
                 program, (q, k, v, return_lse, numbers, deterministic, given),
-                arrays=arrays, by_heads=by_heads,
+                arrays=arrays, own=own, by_heads=by_heads,
                 return_max_score=return_max_score,
             )  # fmt: skip
         to_cast = torch.is_autocast_enabled(q.device.type)

@@ -125,7 +125,9 @@ def flex_attention(
     if not score_mod is block_mask is None:
         sizes = shape[0], shape[1], shape[2], shape_kv[2]
         options = _options(score_mod, block_mask, sizes)
-        if torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            own = functions.taken_in_eager_mode(options, {}, query)
+        elif torch.compiler.is_compiling():
             program = compiled_functions.taken(options, {}, query)
         else:
             own = functions.taken(options, {}, query)

@@ -21,7 +21,7 @@ from .checks import check_tensors
 from .function_keys import Key, key_of
 from .placed import is_placeable, placed
 from .recording import Graphs, moved_of, reads_batch, recorded
-from .tracing import PLAIN
+from .tracing import PLAIN, TRANSFORMED
 
 _ROLES = "score_mod", "mask_mod"
 
@@ -308,3 +308,8 @@ def readable(name: str, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
             f" {inner}.to({str(q.device)!r}) before the function is made"
         )
     return x
+
+
+# Where a compiler would look into it: what graphs made inside torch.func
+# return may have lost their gradients.
+taken_in_eager_mode = torch.compiler.disable(taken, reason=TRANSFORMED)

@@ -59,6 +59,18 @@ def test_transforms_inside_of_compiled_code(call, name):
             whole(call, x)
 
 
+def test_a_tangent_of_what_a_score_reads():
+    def call(rate):
+        x = rate.new_ones(2, 5, 2, 4)
+        mod = {"score_mod": lambda s, b, h, i, j: s - rate * abs(i - j)}
+        return attention(x, x, x.cumsum(1), **mod)
+
+    rate = torch.ones(())
+    transform = TRANSFORMS["jvp"]
+    compiled = torch.compile(transform, backend="eager")
+    assert_equal([compiled(call, rate)], [transform(call, rate)])
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_tangent_that_enters_compiled_code(backend):
     compiled = torch.compile(plain, fullgraph=True, backend=backend)
