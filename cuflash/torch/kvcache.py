@@ -25,7 +25,12 @@ from .checks import check_no_tangents, check_tensors
 from .functions import Functions
 from .kvcache_ops import TENSORS
 from .kvcache_request import run
-from .tracing import is_traced, refuse_transforms
+from .tracing import (
+    TRANSFORMED,
+    is_traced,
+    is_transformed,
+    refuse_transforms,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -133,6 +138,8 @@ def forward_kvcache(
         foreign_names.refuse(_NAME, options, positional)
     if not torch.compiler.is_compiling():
         cache_seqlens = validate_kvcache.length_or_array(cache_seqlens)
+    elif is_transformed(True):
+        torch._dynamo.graph_break(msg=TRANSFORMED)
     length = None
     if validate_kvcache.is_int(cache_seqlens):
         length, cache_seqlens = cache_seqlens, None

@@ -9,6 +9,7 @@ import torch
 
 from cuflash.errors import UnsupportedError
 
+from .checks import check_no_tangents
 from .ops import LIBRARY
 
 # Compiled code holds it in its backward pass, to which `dout` ties it: it
@@ -49,8 +50,10 @@ def run(tensors: dict[str, Any], call: Callable[[], Any]) -> Any:
     Raises
     ------
     UnsupportedError
-        If a tensor that the call writes to requires grad.
+        If a tensor that the call writes to requires grad, or one has a
+        tangent.
     """
+    check_no_tangents(tensors, "attention over caches has no gradients")
     if not torch.is_grad_enabled():
         return call()
     needing = {name: x for name, x in tensors.items() if x.requires_grad}

@@ -554,21 +554,3 @@ def test_errors_of_mod_arrays():
         attention(Q, Q, Q, mask_mod=mask, mod_arrays={"n": 3, "m": 4})
     with pytest.raises(ExpressionError, match="'n' is not in mod_arrays"):
         attention(Q, Q, Q, mask_mod=mask)
-
-
-def test_a_score_in_shard_map():
-    auto, part = jax.sharding.AxisType.Auto, jax.sharding.PartitionSpec
-    mesh = jax.make_mesh((1,), ("heads",), axis_types=(auto,))
-    given, gain = inputs(), normal(4)
-    rows = part(None, None, "heads")
-
-    def call(q, k, v, gain):
-        def score(s, b, h, i, j):
-            return jnp.tanh(s) * gain[h]
-
-        return attention(q, k, v, score_mod=score)
-
-    specs = (rows, rows, rows, part("heads"))
-    sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=rows)
-    each = given["q"], given["k"], given["v"], jnp.asarray(gain)
-    assert_same(jax.jit(sharded)(*each), call(*each))

@@ -81,6 +81,17 @@ parts = [jax.grad(lambda x: total(plain, x))(half) for half in halves]
 for name in "kv":
     assert_same(got[name], parts[0][name] + parts[1][name])
 """
+SCORES = """
+def scaled(x):
+    gain = x["sink"]
+    score = lambda s, b, h, i, j: jax.numpy.tanh(s) * gain[h]
+    return attention(x["q"], x["k"], x["v"], score_mod=score)
+
+given = jax.tree.map(jax.numpy.asarray, given)
+sharded = jax.shard_map(scaled, mesh=mesh, in_specs=(specs,),
+                        out_specs=specs["q"])
+assert_same(jax.jit(sharded)(arrays), scaled(given))
+"""
 WITHOUT = """
 got = jax.jit(plain)(arrays)
 assert got.sharding.is_fully_replicated
@@ -119,8 +130,8 @@ def run(kind, text):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     "text",
-    [CALLS, GRADIENTS, SECOND, REPLICATED_KEYS],
-    ids=["out", "grad", "second", "keys"],
+    [CALLS, GRADIENTS, SECOND, REPLICATED_KEYS, SCORES],
+    ids=["out", "grad", "second", "keys", "scores"],
 )
 def test_shard_map(kind, text):
     run(kind, text)

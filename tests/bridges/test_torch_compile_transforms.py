@@ -8,7 +8,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch_data import assert_equal  # noqa: E402
 
 from cuflash.errors import UnsupportedError  # noqa: E402
-from cuflash.torch import attention  # noqa: E402
+from cuflash.torch import attention, forward_kvcache  # noqa: E402
 
 # torch's own, of what forward mode imports.
 pytestmark = [
@@ -69,6 +69,18 @@ def test_a_tangent_of_what_a_score_reads():
     transform = TRANSFORMS["jvp"]
     compiled = torch.compile(transform, backend="eager")
     assert_equal([compiled(call, rate)], [transform(call, rate)])
+
+
+def test_caches_refuse_tangents_in_compiled_code():
+    x, keys, values = (torch.randn(2, 5, 2, 4) for _ in range(3))
+
+    def call(x):
+        return forward_kvcache(x, keys, values)
+
+    for function in (call, lambda x: TRANSFORMS["jvp"](call, x)):
+        compiled = torch.compile(function, backend="aot_eager")
+        with pytest.raises(UnsupportedError, match="has a tangent"):
+            tangent(compiled, x) if function is call else compiled(x)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
