@@ -8,7 +8,6 @@ is finite. Of arrays of reals and of numbers nothing is known.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -74,11 +73,28 @@ def _each(node: Node, of_zero: bool = False) -> list[_Known]:
     return [_of_real(node, most, of_zero) for most in _MOST]
 
 
-@functools.lru_cache(maxsize=16384)
+# What is known, by type and score: graphs share nodes, and slopes ask about
+# each. Emptied where it grows large.
+_KNOWN: dict[tuple[float, bool], dict[Node, _Known]] = {}
+_MOST_KNOWN = 65536
+
+
 def _of_real(root: Node, most: float, of_zero: bool) -> _Known:
-    score = _both(0.0) if of_zero else Bounds(-most / 16, most / 16)
-    known: dict[Node, _Known] = {nodes.SCORE: score}
-    for node in nodes.in_order([root]):
+    known = _KNOWN.setdefault((most, of_zero), {})
+    if len(known) > _MOST_KNOWN:
+        known = _KNOWN[most, of_zero] = {}
+    known[nodes.SCORE] = (
+        _both(0.0) if of_zero else Bounds(-most / 16, most / 16)
+    )
+    waiting = [root]
+    while waiting:
+        node = waiting[-1]
+        unknown = () if node.kind != "real" or node in known else node.args
+        unknown = [x for x in unknown if x not in known]
+        if unknown:
+            waiting += unknown
+            continue
+        waiting.pop()
         if node in known:
             continue
         if node.kind != "real":

@@ -80,11 +80,19 @@ def _is_slow(problem: Problem) -> bool:
     )  # fmt: skip
 
 
+# Three consumers' tiles have so many rows more than two's at most: at 4,096
+# queries they gain 1.06 to 1.11.
+_MORE_ROWS = 1.05
+
+
 def _fits(problem: Problem, tile: Tile) -> bool:
     _, dv = head_dims(problem)
     two = 2 * _CONSUMER_ROWS
     if tile.block_q > two:  # by three consumers
-        if problem.seqlen_q <= two or not _is_slow(problem):
+        rows, of_two = (
+            round_up(problem.seqlen_q, x) for x in (tile.block_q, two)
+        )
+        if rows > _MORE_ROWS * of_two or not _is_slow(problem):
             return False
     if tile.directions > num_directions(problem):
         return False

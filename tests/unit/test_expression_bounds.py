@@ -77,3 +77,23 @@ def test_bounds_hold(function):
         if bounds.is_far_from_zero(node):
             far = np.abs(value) >= 2.0**-101
             assert_all(far, True, repr(node))
+
+
+def long_score(s, d):
+    for i in range(40):
+        s = s + (i + 0.125) / (1 + s * s)
+    return s
+
+
+def test_a_node_is_bounded_once(monkeypatch):
+    """Slopes of long scores ask about each of their nodes."""
+    asked, of = [], bounds._of
+    monkeypatch.setattr(bounds, "_KNOWN", {})
+    monkeypatch.setattr(
+        bounds,
+        "_of",
+        lambda node, known: asked.append(node) or of(node, known),
+    )
+    assert all(map(bounds.is_finite, reals(long_score))) is False
+    # In each real type, of any score and of 0.
+    assert len(asked) <= 2 * len(bounds._MOST) * len(set(asked))
