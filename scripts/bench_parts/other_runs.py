@@ -20,7 +20,8 @@ def multiples(
 ) -> dict[tuple, dict[str, float]]:
     """Speeds as multiples of cuDNN's, by (direction, ..., seqlen).
 
-    cuDNN itself is among them, as 1.
+    cuDNN itself is among them, as 1. A library that ran beside ours counts
+    with its speed there.
     """
     elsewhere = {
         tuple(row[x] for x in _KEY): row["over_cudnn"]
@@ -31,7 +32,11 @@ def multiples(
         key = tuple(row[x] for x in _KEY)
         ratio = ratio_to(row, "cudnn")
         if row["direction"] == direction and ratio and key in elsewhere:
-            found[key] = {"cuflash": ratio, "cudnn": 1.0} | elsewhere[key]
+            speeds = row["tflops"]
+            here = {x: speeds[x] / speeds["cudnn"]
+                    for x in NAMES if x in speeds}  # fmt: skip
+            own = {"cuflash": ratio, "cudnn": 1.0}
+            found[key] = own | elsewhere[key] | here
     return found
 
 

@@ -33,6 +33,13 @@ def test_speeds_are_multiples_of_cudnns():
     ]
 
 
+def test_a_library_that_ran_beside_ours_counts_with_its_speed_there():
+    tflops = {"cuflash": 300.0, "cudnn": 200.0, "fa4": 250.0}
+    ours = {"rows": [row("forward", 512, tflops=tflops)]}
+    _, rows = other_runs.table(ours, OTHERS, "forward")
+    assert rows == [["head_dim 64, causal", "1.50 · 2.00 · 1.25"]]
+
+
 def test_means_are_over_the_best_in_each_cell():
     """0.75 of FlashAttention-3's speed in a cell, of cuDNN's in another."""
     heads, rows = other_runs.table_of_means(OURS, OTHERS)
