@@ -17,7 +17,8 @@ cluster_copy_under_way_at_the_end(const __grid_constant__ Arguments a) {
     if (cluster_rank() == 0 && threadIdx.x == 0) {
         for (int i = 0; i < 64; ++i) words[i] = a.x[i];
         fence_async_proxy();
-        copy_to_block(shared_of_rank(source, 1), source, shared_of_rank(full, 1), 256);  // caught here
+        const u32 target = shared_of_rank(source, 1), arrived = shared_of_rank(full, 1);
+        copy_to_block(target, source, arrived, 256);            // caught here
     }
     if (cluster_rank() == 1) {
         while (!mbarrier_try_wait(full, 0)) {}

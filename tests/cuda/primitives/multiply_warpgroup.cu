@@ -25,7 +25,8 @@ multiply_warpgroup(const __grid_constant__ Arguments arguments) {
     }
     for (int i = threadIdx.x; i < 16 * COLUMNS; i += WARPGROUP) {
         const int row = i / COLUMNS, column = i % COLUMNS;
-        const u32 at = B_TRANSPOSED ? tile_offset<16>(row, column) : tile_offset<COLUMNS>(column, row);
+        const u32 at =
+            B_TRANSPOSED ? tile_offset<16>(row, column) : tile_offset<COLUMNS>(column, row);
         store_shared(b_tile + at, arguments.b[i].bits);
     }
     fence_async_proxy();
