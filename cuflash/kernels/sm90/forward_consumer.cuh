@@ -13,9 +13,10 @@ constexpr int SIGN_OF_S = NEGATE_SCORES ? -1 : 1;
 
 // S = Q K^T, with Q_REGISTER_STEPS k-steps of Q (16 columns each) in registers where these have
 // room. From shared memory Q is read again for each key tile: at head_dim 256, a quarter of what
-// S's MMAs and those of P V read.
+// S's MMAs and those of P V read. One step less where the additions of runs need registers.
 constexpr int Q_REGISTER_STEPS =
-    !OPTIONS && !SINK && HEAD_DIM == 256 && HEAD_DIM_V == 256 && BLOCK_K <= 80 ? 6 : 0;
+    OPTIONS || SINK || HEAD_DIM != 256 || HEAD_DIM_V != 256 || BLOCK_K > 80 ? 0
+    : RUN_TILES ? 5 : 6;
 template <int STEPS> struct QueryFragments { u32 q[4 * STEPS]; };
 template <> struct QueryFragments<0> {};
 template <int STEPS> struct HeldQueries {
