@@ -89,8 +89,8 @@ def _of_real(root: Node, most: float, of_zero: bool) -> _Known:
     waiting = [root]
     while waiting:
         node = waiting[-1]
-        unknown = () if node.kind != "real" or node in known else node.args
-        unknown = [x for x in unknown if x not in known]
+        asks = node.kind == "real" and node not in known
+        unknown = [x for x in node.args if asks and x not in known]
         if unknown:
             waiting += unknown
             continue
