@@ -86,17 +86,9 @@ def _of_real(root: Node, most: float, of_zero: bool) -> _Known:
     known[nodes.SCORE] = (
         _both(0.0) if of_zero else Bounds(-most / 16, most / 16)
     )
-    waiting = [root]
-    while waiting:
-        node = waiting[-1]
-        asks = node.kind == "real" and node not in known
-        unknown = [x for x in node.args if asks and x not in known]
-        if unknown:
-            waiting += unknown
-            continue
-        waiting.pop()
-        if node in known:
-            continue
+    if root in known:
+        return known[root]
+    for node in nodes.in_order([root], known):
         if node.kind != "real":
             (known[node],) = _each(node)
             continue
