@@ -67,26 +67,16 @@ __device__ __forceinline__ void with_reads_tested(
 }
 
 // Calls compute(Bool<SMALL>), SMALL for a warp all of whose N scores scale S are as small as
-// SMALL_SQUARES says. Compares sums of eight squares, as softcap.cuh does. Whole warp.
+// SMALL_SQUARES says. Whole warp.
 template <int N, class Mod, class Compute>
 __device__ __forceinline__ void with_size_tested(
     const Mod& score_mod, const float (&products)[N], Compute compute) {
     if constexpr (SCORE_MOD)
         if constexpr (decltype(score_mod.user)::SMALL_SQUARES > 0) {
-            static_assert(N % 8 == 0, "each product is tested");
             constexpr float SQUARES = decltype(score_mod.user)::SMALL_SQUARES;
             // Less than infinity, which a sum of large squares may be.
             const float most = fminf(SQUARES / (score_mod.scale * score_mod.scale), 3e38f);
-            bool fits = true;
-            #pragma unroll
-            for (int first = 0; first < N; first += 8) {
-                float squares = 0.0f;
-                #pragma unroll
-                for (int i = first; i < first + 8; ++i)
-                    squares = fmaf(products[i], products[i], squares);
-                fits &= squares <= most;
-            }
-            if (__ballot_sync(0xFFFFFFFFu, fits) == 0xFFFFFFFFu) return compute(Bool<true>{});
+            if (squares_fit(products, most)) return compute(Bool<true>{});
         }
     compute(Bool<false>{});
 }

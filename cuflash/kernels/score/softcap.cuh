@@ -38,6 +38,22 @@ template <int N> inline void invert(float* x) {
     }
 }
 
+// Whether sums of eight squares are at most `most`, for all numbers of a warp: one multiply-add
+// each, because a maximum would compete with the row maxima for their unit. The sum is stricter
+// than a maximum by up to sqrt(8). A NaN never fits.
+template <int N> inline bool squares_fit(const float (&numbers)[N], float most) {
+    static_assert(N % 8 == 0, "each number is tested");
+    bool fits = true;
+    #pragma unroll
+    for (int first = 0; first < N; first += 8) {
+        float squares = 0.0f;
+        #pragma unroll
+        for (int i = first; i < first + 8; ++i) squares = fmaf(numbers[i], numbers[i], squares);
+        fits &= squares <= most;
+    }
+    return __ballot_sync(0xFFFFFFFFu, fits) == 0xFFFFFFFFu;
+}
+
 template <class Real> struct Softcap {
     Real softcap, inverse_softcap;
     float twice_by_cap;                                     // 2 scale / softcap * log2(e)
@@ -95,21 +111,9 @@ template <class Real> struct Softcap {
         }
     }
 
-    // Whether all S of a warp are in poly4's range. Compares sums of eight squares, one
-    // multiply-add each, because a maximum would compete with the row maxima for their unit. The
-    // sum is stricter than a maximum by up to sqrt(8). A NaN never is.
+    // Whether all S of a warp are in poly4's range.
     template <int N> bool fits_tanh_poly4(const float (&products)[N]) const {
-        static_assert(N % 8 == 0, "each product is tested");
-        bool fits = true;
-        #pragma unroll
-        for (int first = 0; first < N; first += 8) {
-            float squares = 0.0f;
-            #pragma unroll
-            for (int i = first; i < first + 8; ++i)
-                squares = fmaf(products[i], products[i], squares);
-            fits &= squares <= poly4_most;
-        }
-        return __ballot_sync(0xFFFFFFFFu, fits) == 0xFFFFFFFFu;
+        return squares_fit(products, poly4_most);
     }
 
     // Whether all S of a warp are in poly3's range. It is so small that no weight overflows

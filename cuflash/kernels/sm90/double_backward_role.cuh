@@ -8,6 +8,14 @@
 constexpr bool SCORES_MOVE = Q_DOT || K_DOT;
 constexpr int SCORE_COLUMNS = BLOCK_Q / SCORE_WARPGROUPS;   // queries of a warpgroup's scores
 
+// A product that has been waited for; 0 if nothing in it moves, so that none was issued.
+template <bool MOVES> __device__ __forceinline__ void complete(float (&product)[S_REGS]) {
+    if constexpr (MOVES) warpgroup_fence_operand(product);
+    else
+        #pragma unroll
+        for (float& x : product) x = 0.0f;
+}
+
 struct ScoreRole {
     const Arguments& args;
     SharedPlan& shared;
@@ -92,10 +100,7 @@ struct ScoreRole {
         if (is_cut) zero_masked(s, mask, bounds, query);
 
         wgmma_wait<1 + V_DOT>();                            // W
-        if constexpr (SCORES_MOVE) warpgroup_fence_operand(w);
-        else
-            #pragma unroll
-            for (float& x : w) x = 0.0f;
+        complete<SCORES_MOVE>(w);
         relative_tangents(w, rows, first_column);
         if (is_cut) zero_masked(w, mask, bounds, query);
         publish_product(stage, s, w);
@@ -107,10 +112,7 @@ struct ScoreRole {
         publish_rounded(dp, &shared.ds[n], &shared.ds_full[n]);
 
         wgmma_wait<0>();                                    // U
-        if constexpr (V_DOT) warpgroup_fence_operand(u);
-        else
-            #pragma unroll
-            for (float& x : u) x = 0.0f;
+        complete<V_DOT>(u);
         second_score_gradients(u, s, w, dp, rows, first_column);
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
@@ -141,10 +143,7 @@ struct ScoreRole {
         probabilities_of_user(s, user, score_mod, rows, first_column, key);
 
         wgmma_wait<0>();                                    // W
-        if constexpr (SCORES_MOVE) warpgroup_fence_operand(w);
-        else
-            #pragma unroll
-            for (float& x : w) x = 0.0f;
+        complete<SCORES_MOVE>(w);
         weights_of_user(w, s, user, score_mod.scale, rows, first_column);
         issue_dp(stage, dp);
         issue_u(stage, u);
@@ -159,10 +158,7 @@ struct ScoreRole {
         publish_rounded(w, &shared.ds[n], &shared.ds_full[n]);
 
         wgmma_wait<0>();                                    // U
-        if constexpr (V_DOT) warpgroup_fence_operand(u);
-        else
-            #pragma unroll
-            for (float& x : u) x = 0.0f;
+        complete<V_DOT>(u);
         second_score_gradients_of_user(u, dp, user, rows, first_column);
         __syncwarp();
         mbarrier_arrive_if(lane == 0, shared_address(&shared.dout_empty[n]));
