@@ -29,9 +29,14 @@ _is_profiled = torch.autograd._profiler_enabled
 _modes = torch._C._len_torch_dispatch_stack
 
 
+def _is_watched() -> bool:
+    """Whether these, or forward mode, have to see operators."""
+    return _is_profiled() or _modes() > 0 or forward_ad._current_level >= 0
+
+
 def attention(q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any) -> Any:
     """out and lse."""
-    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
+    if _is_watched():
         return OPERATORS.attention(q, k, v, *tensors, **numbers)
     return ops.run(q, k, v, *tensors, **numbers)
 
@@ -40,34 +45,34 @@ def attention_out(
     q: Any, k: Any, v: Any, *tensors: Any, **numbers: Any
 ) -> Any:
     """out, alone in a tuple."""
-    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
+    if _is_watched():
         return OPERATORS.attention(q, k, v, *tensors, **numbers)[:1]
     return ops.request(tensors, numbers).forward(q, k, v, False)
 
 
 def attention_backward(*tensors: Any, **numbers: Any) -> Any:
     """The gradients of q, k, v and the options that have them."""
-    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
+    if _is_watched():
         return OPERATORS.attention_backward(*tensors, **numbers)
     return ops.run_backward(*tensors, **numbers)
 
 
 def plain_attention(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
     """out and lse of a call without options."""
-    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
+    if _is_watched():
         return OPERATORS.plain_attention(q, k, v, **numbers)
     return plain_request(**numbers).forward(q, k, v, True)
 
 
 def plain_attention_out(q: Any, k: Any, v: Any, **numbers: Any) -> Any:
     """out of a call without options, alone in a tuple."""
-    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
+    if _is_watched():
         return OPERATORS.plain_attention(q, k, v, **numbers)[:1]
     return plain_request(**numbers).forward(q, k, v, False)
 
 
 def plain_attention_backward(*tensors: Any, **numbers: Any) -> Any:
     """The gradients of q, k and v."""
-    if _is_profiled() or _modes() or forward_ad._current_level >= 0:
+    if _is_watched():
         return OPERATORS.plain_attention_backward(*tensors, **numbers)
     return ops.run_plain_backward(*tensors, **numbers)
