@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from helpers.backends import on_kernels
+from helpers.backends import NumpyBackend, on_kernels
 from helpers.compare import Expected, assert_allclose, assert_matches
 from helpers.data import Case, Emulation, inputs
 from helpers.drawn import num_examples
@@ -119,32 +119,23 @@ def packed_calls(draw, family):
     return case, draw(variants())
 
 
-def packed_results(arrays, case, options, run):
+def packed_results(backend, arrays, case, variant, precision):
     """Return out, dq, dk and dv of packed arrays."""
-    q, k, v, dout = arrays
-    out, lse = run(cuflash.forward, q, k, v, **options, return_lse=True)
-    return out, *run(cuflash.backward, dout, q, k, v, out, lse, **options)
+    options = options_of(backend, case, variant) | {"precision": precision}
+    q, k, v, dout = (backend.place(x[0]) for x in arrays)
+    with backend.running(case):
+        out, lse = cuflash.forward(q, k, v, **options, return_lse=True)
+        results = cuflash.backward(dout, q, k, v, out, lse, **options)
+    return [backend.fetch(x).astype(np.float64) for x in (out, *results)]
 
 
 @on_drawn(BOTH_WAYS, packed_calls)
 def test_packed(backend, case, variant):
-    arrays = [x[0] for x in inputs(case)]
-    options = options_of(backend, case, variant)
-
-    def emulated(function, *arrays, **options):
-        with backend.running(case):
-            return function(*arrays, **options)
-
-    def on_numpy(function, *arrays, **options):
-        return function(*arrays, **options)
-
-    got = packed_results(
-        [backend.place(x) for x in arrays], case, options, emulated
-    )
+    arrays = inputs(case)
     wide = [x.astype(np.float64) for x in arrays]
-    want = packed_results(wide, case, options | {"precision": None}, on_numpy)
+    got = packed_results(backend, arrays, case, variant, case.precision)
+    want = packed_results(NumpyBackend(), wide, case, variant, None)
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-        a = backend.fetch(a).astype(np.float64)
         bound = 4 * UNIT[case.dtype] * (1 + np.abs(b).max(initial=0.0))
         assert_allclose(a, b, name, atol=bound)
 
