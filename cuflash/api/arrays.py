@@ -68,13 +68,12 @@ def open_arrays(
             return _kernels()(emulated.backend()), arrays
         return _host(), arrays
     cupy = on_cuda()
-    arrays = {
-        name: x if type(x) is cupy.Array else _to_cupy(cupy, name, x)
-        for name, x in given.items()
-    }
+    arrays, finish = given, None
+    if {*map(type, given.values())} != {cupy.Array}:
+        arrays = {name: _to_cupy(cupy, name, x) for name, x in given.items()}
+        lent = [(x, arrays[n]) for n, x in given.items() if x is not arrays[n]]
+        finish = functools.partial(cupy.give_back, lent) if lent else None
     first = next(iter(arrays.values()))
-    lent = [(x, arrays[n]) for n, x in given.items() if x is not arrays[n]]
-    finish = functools.partial(cupy.give_back, lent) if lent else None
     return _kernels()(cupy.backend_of(first), finish), arrays
 
 

@@ -512,8 +512,9 @@ def backward(
     ((16, 8), (16, 8), (16, 8))
     """
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
-    given |= {name: x for name, x in optional.items() if x is not None}
+    if not (dlse is dq is dk is dv is None):
+        optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+        given |= {name: x for name, x in optional.items() if x is not None}
     asked: dict[str, Any] = {}
     if options or positional:
         asked, arrays = split_options("cuflash.backward", options, positional)

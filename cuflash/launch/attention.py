@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -21,9 +22,9 @@ from cuflash.launch.results import (
     lse_shape_of,
     out_shape_of,
 )
-from cuflash.launch.run import LaunchedForward
-from cuflash.launch.structs import pointers_of
+from cuflash.launch.run import Launched
 from cuflash.launch.widened import in_float32, on_copies
+from cuflash.plans.expression import found_of_mask
 from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts, options, traced
 from cuflash.request.problem import Call, Layout, Problem, Signature
@@ -31,11 +32,11 @@ from cuflash.request.problem import Call, Layout, Problem, Signature
 
 def forward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a forward call: out in full rank, lse or None, max_score or not."""
-    signature, target = call.signature, backend.target
-    launched = launched_forward(signature, target, target.family)
+    target = backend.target
+    launched = launched_forward(call.signature, target, target.family)
     if launched is not None:
-        given = call.given
-        return launched.run((given["q"], given["k"], given["v"]), backend)
+        given = launched.recipe.inputs(call.given)
+        return tuple(launched.run(given, backend))
     return _forward(call, backend)
 
 
@@ -64,19 +65,40 @@ def _forward(call: Call, backend: Backend) -> tuple[Any, ...]:
 @remembered
 def launched_forward(
     signature: Signature, target: Target, family: FamilyName | None
-) -> LaunchedForward | None:
+) -> Launched | None:
     """A signature's forward call, None if it is more than a launch."""
-    if "out" in signature.layouts or 0 in lse_shape_of(signature.problem):
-        return None
-    if in_float32(signature, target, family) is not None:
+    p = signature.problem
+    if 0 in lse_shape_of(p) or in_float32(signature, target, family):
         return None
     recipe = _forward_recipe(signature, target, family, False)
-    known = LaunchedForward.POINTERS
-    pointers = pointers_of(recipe.template.kind)
-    with_workspace = *known, *LaunchedForward.WORKSPACE
-    if recipe.copies or pointers not in (known, with_workspace):
+    rows = {"out": out_shape_of(p)}
+    return _launched(signature, recipe, rows, signature.return_lse)
+
+
+def _launched(
+    signature: Signature,
+    recipe: Recipe,
+    rows: Mapping[str, tuple[int, ...]],
+    return_lse: bool = False,
+) -> Launched | None:
+    """A call with results of these shapes, None if it is more than a launch.
+
+    A call is more if it has numbers of its own, options' arrays, other
+    results or the user's, arrays to copy, or tiles to share (kept.py).
+    """
+    p, given = signature.problem, signature.layouts
+    if (
+        not recipe.repeats
+        or recipe.options
+        or recipe.copies
+        or found_of_mask(recipe.decided)
+        or not {*rows, "lse"}.issuperset(recipe.writes)
+        or not given.keys().isdisjoint(rows)
+    ):
         return None
-    return LaunchedForward(signature, recipe)
+    made = {name: (shape, given["q"].dtype) for name, shape in rows.items()}
+    lse = (lse_shape_of(p), p.lse_dtype) if return_lse else None
+    return Launched(recipe, made, lse)
 
 
 @remembered
@@ -98,9 +120,19 @@ def _forward_recipe(
     )
 
 
-@on_copies
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
+    target = backend.target
+    launched = launched_backward(call.signature, target, target.family)
+    if launched is not None:
+        given = launched.recipe.inputs(call.given)
+        return tuple(launched.run(given, backend))
+    return _backward(call, backend)
+
+
+@on_copies
+def _backward(call: Call, backend: Backend) -> tuple[Any, ...]:
+    """As `backward`, of any call."""
     signature, target = call.signature, backend.target
     p = signature.problem
     with backend.current():
@@ -114,9 +146,21 @@ def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
                 zeros = backend.zeros(gradient.shape, gradient.dtype)
                 backend.copy(gradient, zeros)
             if p.dlse and p.return_dsink and 0 not in lse_shape_of(p):
-                reached = backward(_with_a_key(call, backend), backend)
+                reached = _backward(_with_a_key(call, backend), backend)
                 results["dsink"] = reached[-1]
         return returned(call, backend, results)
+
+
+@remembered
+def launched_backward(
+    signature: Signature, target: Target, family: FamilyName | None
+) -> Launched | None:
+    """A signature's backward call, None if it is more than a launch."""
+    p = signature.problem
+    if not have_pairs(p) or in_float32(signature, target, family):
+        return None
+    recipe = _backward_recipe(signature, target, family, False)
+    return _launched(signature, recipe, gradient_shapes_of(p))
 
 
 @remembered

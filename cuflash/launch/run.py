@@ -11,10 +11,8 @@ from typing import Any
 from cuflash.backends.base import Backend
 from cuflash.launch.copies import new_array, readable
 from cuflash.launch.recipe import Recipe, remembered
-from cuflash.launch.results import lse_shape_of, out_shape_of
-from cuflash.launch.structs import pointers_of
 from cuflash.request.layouts import Boxes
-from cuflash.request.problem import Call, Signature
+from cuflash.request.problem import Call
 from cuflash.request.traced import bits
 
 
@@ -62,46 +60,59 @@ def run(
                 backend.copy(result, copy)
 
 
-class LaunchedForward:
-    """A forward call without its data: new results, no options.
+# What comes before addresses where there are no numbers.
+_NO_NUMBERS = 0, 0, 0, *bits(())
+
+
+class Launched:
+    """Calls of arrays alone, without their data: new results, no options.
 
     Nothing is left to look up, which takes as long as the rest of a call.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        Of calls with nothing but arrays that kernels access in place.
+    rows : mapping of str to (shape, dtype)
+        Its results by name, but for lse.
+    lse : (shape, dtype), optional
+        None if it is no result or not wanted.
     """
 
-    # The pointers of its struct, then that of workspace, if it has one.
-    POINTERS = "q", "k", "v", "out", "lse"
-    WORKSPACE = ("key_parts",)
+    def __init__(
+        self,
+        recipe: Recipe,
+        rows: Mapping[str, tuple[tuple[int, ...], Any]],
+        lse: tuple[tuple[int, ...], Any] | None = None,
+    ) -> None:
+        self.recipe, self.lse = recipe, lse
+        self.rows = [rows[name] for name in recipe.writes if name in rows]
+        self.writes_lse = "lse" in recipe.writes
 
-    def __init__(self, signature: Signature, recipe: Recipe) -> None:
-        p = signature.problem
-        self.recipe, self.loaded = recipe, recipe.loaded
-        self.kind = recipe.template.kind
-        self.out = out_shape_of(p), signature.layouts["q"].dtype
-        lse = lse_shape_of(p), p.lse_dtype
-        self.lse = lse if signature.return_lse else ()
-        has_more = len(pointers_of(self.kind)) > len(self.POINTERS)
-        self.others = (0,) * has_more
+    def run(self, inputs: tuple[Any, ...], backend: Backend) -> list[Any]:
+        """The results in full rank, lse or None last.
 
-    def run(
-        self, inputs: tuple[Any, Any, Any], backend: Backend
-    ) -> tuple[Any, Any]:
-        """out in full rank and, if wanted, lse; of q, k and v."""
+        They are in the order of the recipe's, and so are `inputs`.
+        """
+        recipe = self.recipe
         with backend.current():
-            out = backend.rows(*self.out)
-            lse = backend.empty(*self.lse) if self.lse else None
+            results = [backend.rows(*x) for x in self.rows]
+            if self.writes_lse:
+                lse = backend.empty(*self.lse) if self.lse else None
+                results.append(lse)
             kept: Any = None  # as in run()
-            others: Sequence[int] = self.others
-            if self.recipe.workspace:
-                kept, others = backend.workspace(self.recipe.workspace)
-            addresses = (
+            buffers: Sequence[int] = ()
+            if recipe.workspace:
+                kept, buffers = backend.workspace(recipe.workspace)
+            addresses = recipe.ordered((
+                *_NO_NUMBERS,
                 *backend.address(inputs),
-                *backend.address((out, lse), written=True),
-                *others,
-            )
-            encode = backend.tensor_map
-            arguments = _arguments(self.recipe, encode, addresses)
-            backend.launch(self.loaded, arguments, self.kind)
-        return out, lse
+                *backend.address(results, written=True),
+                *buffers,
+            ))  # fmt: skip
+            arguments = _arguments(recipe, backend.tensor_map, addresses)
+            backend.launch(recipe.loaded, arguments, recipe.template.kind)
+        return results
 
 
 def _accessible(

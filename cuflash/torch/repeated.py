@@ -58,7 +58,7 @@ class PlainRequest(Request):
 @functools.lru_cache(maxsize=4096)
 def _launched(
     request: Request, return_lse: bool, target: Any, *tensors: Any
-) -> execute.LaunchedForward | None:
+) -> execute.Launched | None:
     """The call of described tensors, None if it is more than a launch."""
     described = tuple(
         (name, *tensors[5 * i : 5 * i + 5]) for i, name in enumerate("qkv")

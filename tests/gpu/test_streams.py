@@ -123,6 +123,7 @@ def forget_calls(monkeypatch):
 
     monkeypatch.setattr(nvrtc, "_functions", {})
     execute.launched_forward.cache_clear()
+    execute.launched_backward.cache_clear()
     execute._forward_recipe.cache_clear()
     execute._backward_recipe.cache_clear()
     gpu._tensor_map.cache_clear()

@@ -6,6 +6,7 @@ calls do, that results stay the same and, on a GPU, the microseconds.
 
 import contextlib
 import os
+import sys
 import time
 from statistics import median
 from unittest import mock
@@ -19,6 +20,7 @@ from cuflash.launch import attention
 from cuflash.launch import recipe as recipes
 from cuflash.launch.runner import Kernels
 from cuflash.request.validate.shapes import Arrays
+from helpers import fake_cupy
 from helpers.backends import CupyBackend
 from helpers.calls import all_results
 from helpers.checked_by import check
@@ -28,6 +30,7 @@ from helpers.data import LAYOUTS, Case, inputs
 from helpers.host_compiler import needs_compiler
 
 CASE = Case("float16", 2, 40, 50, 4, 2, 32, 32)
+PACKAGE = os.path.dirname(cuflash.__file__)
 RANKS = {4: (), 3: (0,), 2: (0, slice(None), 0)}
 
 
@@ -90,20 +93,37 @@ def test_a_call_like_one_before_decides_nothing(call, rank):
     assert not made and machine.launches == 2 * launches
 
 
-OF_A_LAUNCH = {"scale": 0.5}, {"causal": True}, {"return_lse": True}
-OF_MORE = {"window": (3, 1)}, {"softcap": 2.0}, {"num_splits": 2}
+OF_A_LAUNCH = (
+    {"scale": 0.5}, {"causal": True}, {"return_lse": True}, {"window": (3, 1)},
+    {"softcap": 2.0}, {"num_splits": 2},
+)  # fmt: skip
+OF_MORE = (
+    {"sink": np.zeros(4, np.float32)}, {"dropout": 0.5, "seed": 1},
+    {"return_max_score": True}, {"mask_mod": lambda b, h, i, j: i >= j},
+    {"out": np.zeros((2, 40, 4, 32), np.float16)},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("given", [*OF_A_LAUNCH, *OF_MORE])
-def test_only_plain_calls_are_a_launch(arch, given):
-    """A struct that has more pointers is filled by the launcher."""
+def test_only_calls_of_arrays_alone_are_a_launch(arch, given):
+    """Numbers of one call, options' arrays and given results are more."""
     machine = Counting(arch)
     call = check("forward", **arguments("forward"), **given)
     launched = attention.launched_forward(call.signature, machine, None)
     assert bool(launched) is (given in OF_A_LAUNCH)
     Kernels(machine).forward(call)
     assert machine.launches
+
+
+@pytest.mark.parametrize("name", [None, "dlse", "dq", "dk", "dv"])
+def test_a_launch_backward_has_new_results(name):
+    machine, given = Counting("sm_90a"), arguments("backward")
+    if name:
+        given[name] = given["lse" if name == "dlse" else name[1:]].copy()
+    call = check("backward", **given)
+    launched = attention.launched_backward(call.signature, machine, None)
+    assert bool(launched) is (name in (None, "dlse"))
 
 
 @pytest.mark.parametrize("name", ["dlse", "dq", "dk", "dv"])
@@ -193,6 +213,44 @@ def test_a_remembered_recipe_gives_the_same_bits(arch, layout):
     assert len(made) == 2  # forward and backward
     for a, b in zip(got, want, strict=True):
         assert_bitwise(a, b, "result")
+
+
+# Functions that a call enters ------------------------------------------------
+
+
+def functions_of(call):
+    """The names of this package's functions that a call enters, in order."""
+    entered = []
+
+    def note(frame, event, _):
+        code = frame.f_code
+        ours = code.co_filename.startswith(PACKAGE)
+        if event == "call" and ours and code.co_name[0] != "<":
+            entered.append(code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+# Each takes 0.2 to 0.5 us; a launch takes 4.
+@pytest.mark.parametrize(("call", "most"), [("forward", 34), ("backward", 43)])
+def test_a_call_that_was_seen_enters_few_functions(monkeypatch, call, most):
+    fake_cupy.in_place(monkeypatch)
+    arrays = {
+        name: fake_cupy.ndarray(x.shape, x.dtype)
+        for name, x in arguments(call).items()
+    }
+    more = {"return_lse": True} if call == "forward" else {}
+
+    def run():
+        getattr(cuflash, call)(**arrays, causal=True, **more)
+
+    run()
+    assert len(functions_of(run)) <= most
 
 
 # On a GPU --------------------------------------------------------------------

@@ -100,12 +100,14 @@ def backward(
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
-    written = {"dq": dq, "dk": dk, "dv": dv}
-    written = {name: x for name, x in written.items() if x is not None}
+    written: dict[str, Any] = {}
+    if not (dq is dk is dv is None):
+        written = {"dq": dq, "dk": dk, "dv": dv}
+        written = {name: x for name, x in written.items() if x is not None}
     asked = split_options(options)
     signature = signature_of(
         "backward",
-        describe({**given, **written}),
+        describe(given | written),
         scalars_of(scale, causal, block_q, block_k, precision),
         *asked[:2],
         deterministic=checks.flag("deterministic", deterministic),
