@@ -354,8 +354,9 @@ def forward(
         return_lse=return_lse,
         return_max_score=return_max_score,
     )
-    check_offsets(call)
-    look_at_functions(call, options.get("mask_mod"), asked, arrays)
+    if options:
+        check_offsets(call)
+        look_at_functions(call, options.get("mask_mod"), asked, arrays)
     result, lse, *others = runner.forward(call)
     runner.finish()
     result = strip(result, call.rank) if out is None else out
@@ -530,9 +531,11 @@ def backward(
         deterministic=deterministic,
         precision=precision,
     )
-    check_offsets(call)
-    look_at_functions(call, options.get("mask_mod"), asked, arrays)
-    wanted = traced.in_slots(asked.get("return_dmod", ()), arrays)
+    wanted: list[str] = []
+    if options:
+        check_offsets(call)
+        look_at_functions(call, options.get("mask_mod"), asked, arrays)
+        wanted = traced.in_slots(asked.get("return_dmod", ()), arrays)
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     runner.finish()
     return (

@@ -392,8 +392,6 @@ def in_slots(wanted: Sequence[str], arrays: Mapping[str, Any]) -> list[str]:
     arrays : mapping
         A call's arrays; those of `mod_arrays` by the names of `named`.
     """
-    if not wanted:
-        return []
     names = {*map(named, wanted)}
     return [name_of(x) for x in arrays if x in names]
 
