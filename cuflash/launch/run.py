@@ -65,14 +65,15 @@ _NO_NUMBERS = 0, 0, 0, *bits(())
 
 
 class Launched:
-    """Calls of arrays alone, without their data: new results, no options.
+    """Calls that give addresses alone, and whose results are new.
 
+    Options' arrays, and numbers that differ from call to call, are more.
     Nothing is left to look up, which takes as long as the rest of a call.
 
     Parameters
     ----------
     recipe : Recipe
-        Of calls with nothing but arrays that kernels access in place.
+        Whose calls are such, and copy no array.
     rows : mapping of str to (shape, dtype)
         Its results by name, but for lse.
     lse : (shape, dtype), optional
@@ -90,9 +91,10 @@ class Launched:
         self.writes_lse = "lse" in recipe.writes
 
     def run(self, inputs: tuple[Any, ...], backend: Backend) -> list[Any]:
-        """The results in full rank, lse or None last.
+        """The results in full rank, by the recipe's `writes`.
 
-        They are in the order of the recipe's, and so are `inputs`.
+        `inputs` are in the order of its `reads`. An lse that is not wanted
+        is None.
         """
         recipe = self.recipe
         with backend.current():

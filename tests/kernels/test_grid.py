@@ -106,6 +106,7 @@ def test_head_groups(backend, dtype, heads):
 
 
 @on_kernels
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "empty",
@@ -116,11 +117,14 @@ def test_head_groups(backend, dtype, heads):
         {"seqlen_q": 0},
         {"seqlen_k": 0},
         {"seqlen_q": 0, "seqlen_k": 0},
+        # Several tiles of keys.
+        {"seqlen_q": 0, "seqlen_k": 70, "head_dim": 64},
     ],
     ids=" ".join,
 )
-def test_empty(backend, dtype, empty):
-    case = Case(dtype, **{"batch": 2, "num_heads_q": 2, **empty})
+def test_empty(backend, arch, dtype, empty):
+    fields = {"batch": 2, "num_heads_q": 2, **empty, "on": Emulation(arch)}
+    case = Case(dtype, **fields)
     q, k, v, dout = inputs(case)
     out, lse = calls.forward(backend, case, q, k, v)
     assert out.shape == dout.shape

@@ -106,7 +106,7 @@ OF_MORE = (
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("given", [*OF_A_LAUNCH, *OF_MORE])
-def test_only_calls_of_arrays_alone_are_a_launch(arch, given):
+def test_calls_of_addresses_alone_are_a_launch(arch, given):
     """Numbers of one call, options' arrays and given results are more."""
     machine = Counting(arch)
     call = check("forward", **arguments("forward"), **given)
@@ -250,7 +250,9 @@ def test_a_call_that_was_seen_enters_few_functions(monkeypatch, call, most):
         getattr(cuflash, call)(**arrays, causal=True, **more)
 
     run()
-    assert len(functions_of(run)) <= most
+    entered = functions_of(run)
+    assert entered[0] == call and "launch" in entered
+    assert len(entered) <= most
 
 
 # On a GPU --------------------------------------------------------------------
