@@ -359,11 +359,12 @@ def forward(
         look_at_functions(call, options.get("mask_mod"), asked, arrays)
     result, lse, *others = runner.forward(call)
     runner.finish()
-    result = strip(result, call.rank) if out is None else out
+    rank = call.rank
+    result = strip(result, rank) if out is None else out
     rows = (lse, *others) if return_lse else others
     if not rows:
         return result
-    return result, *(strip_lse(x, call.rank) for x in rows)
+    return result, *(strip_lse(x, rank) for x in rows)
 
 
 @overload
@@ -538,10 +539,11 @@ def backward(
         wanted = traced.in_slots(asked.get("return_dmod", ()), arrays)
     new_dq, new_dk, new_dv, *others = runner.backward(call)
     runner.finish()
+    rank = call.rank
     return (
-        strip(new_dq, call.rank) if dq is None else dq,
-        strip(new_dk, call.rank) if dk is None else dk,
-        strip(new_dv, call.rank) if dv is None else dv,
+        strip(new_dq, rank) if dq is None else dq,
+        strip(new_dk, rank) if dk is None else dk,
+        strip(new_dv, rank) if dv is None else dv,
         *by_name(wanted, others),
     )
 

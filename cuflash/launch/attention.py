@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from cuflash.backends.base import Backend, Target
 from cuflash.launch.copies import converted
@@ -29,50 +30,27 @@ from cuflash.plans.plan import FamilyName
 from cuflash.request import layouts, options, traced
 from cuflash.request.problem import Call, Layout, Problem, Signature
 
-
-def forward(call: Call, backend: Backend) -> tuple[Any, ...]:
-    """Run a forward call: out in full rank, lse or None, max_score or not."""
-    target = backend.target
-    launched = launched_forward(call.signature, target, target.family)
-    if launched is not None:
-        given = launched.recipe.inputs(call.given)
-        return tuple(launched.run(given, backend))
-    return _forward(call, backend)
+_Run: TypeAlias = Callable[[Call, Backend], tuple[Any, ...]]
 
 
-@on_copies
-def _forward(call: Call, backend: Backend) -> tuple[Any, ...]:
-    """As `forward`, of any call."""
-    signature, target = call.signature, backend.target
-    p, out, lse = signature.problem, call.out, None
-    lse_shape = lse_shape_of(p)
-    with backend.current():
-        if out is None:
-            dtype = signature.layouts["q"].dtype
-            out = backend.rows(out_shape_of(p), dtype)
-        if signature.return_lse:
-            lse = backend.empty(lse_shape, p.lse_dtype)
-        results = {"out": out, "lse": lse}
-        if p.return_max_score:
-            results["max_score"] = backend.empty(lse_shape, p.lse_dtype)
-        if 0 not in lse_shape:
-            keeps = call.kept is not None
-            recipe = _forward_recipe(signature, target, target.family, keeps)
-            run_keeping(recipe, call, backend, results)
-    return tuple(results.values())
+def _launched_by(
+    found: Callable[[Signature, Target, FamilyName | None], Launched | None],
+) -> Callable[[_Run], _Run]:
+    """Let a function run those calls alone that are more than a launch."""
 
+    def decorate(run: _Run) -> _Run:
+        @functools.wraps(run)
+        def runs(call: Call, backend: Backend) -> tuple[Any, ...]:
+            target = backend.target
+            launched = found(call.signature, target, target.family)
+            if launched is None:
+                return run(call, backend)
+            given = launched.recipe.inputs(call.given)
+            return tuple(launched.run(given, backend))
 
-@remembered
-def launched_forward(
-    signature: Signature, target: Target, family: FamilyName | None
-) -> Launched | None:
-    """A signature's forward call, None if it is more than a launch."""
-    p = signature.problem
-    if 0 in lse_shape_of(p) or in_float32(signature, target, family):
-        return None
-    recipe = _forward_recipe(signature, target, family, False)
-    rows = {"out": out_shape_of(p)}
-    return _launched(signature, recipe, rows, signature.return_lse)
+        return runs
+
+    return decorate
 
 
 def _launched(
@@ -102,6 +80,42 @@ def _launched(
 
 
 @remembered
+def launched_forward(
+    signature: Signature, target: Target, family: FamilyName | None
+) -> Launched | None:
+    """A signature's forward call, None if it is more than a launch."""
+    p = signature.problem
+    if 0 in lse_shape_of(p) or in_float32(signature, target, family):
+        return None
+    recipe = _forward_recipe(signature, target, family, False)
+    rows = {"out": out_shape_of(p)}
+    return _launched(signature, recipe, rows, signature.return_lse)
+
+
+@_launched_by(launched_forward)
+@on_copies
+def forward(call: Call, backend: Backend) -> tuple[Any, ...]:
+    """Run a forward call: out in full rank, lse or None, max_score or not."""
+    signature, target = call.signature, backend.target
+    p, out, lse = signature.problem, call.out, None
+    lse_shape = lse_shape_of(p)
+    with backend.current():
+        if out is None:
+            dtype = signature.layouts["q"].dtype
+            out = backend.rows(out_shape_of(p), dtype)
+        if signature.return_lse:
+            lse = backend.empty(lse_shape, p.lse_dtype)
+        results = {"out": out, "lse": lse}
+        if p.return_max_score:
+            results["max_score"] = backend.empty(lse_shape, p.lse_dtype)
+        if 0 not in lse_shape:
+            keeps = call.kept is not None
+            recipe = _forward_recipe(signature, target, target.family, keeps)
+            run_keeping(recipe, call, backend, results)
+    return tuple(results.values())
+
+
+@remembered
 def _forward_recipe(
     signature: Signature,
     target: Target,
@@ -120,19 +134,22 @@ def _forward_recipe(
     )
 
 
+@remembered
+def launched_backward(
+    signature: Signature, target: Target, family: FamilyName | None
+) -> Launched | None:
+    """A signature's backward call, None if it is more than a launch."""
+    p = signature.problem
+    if not have_pairs(p) or in_float32(signature, target, family):
+        return None
+    recipe = _backward_recipe(signature, target, family, False)
+    return _launched(signature, recipe, gradient_shapes_of(p))
+
+
+@_launched_by(launched_backward)
+@on_copies
 def backward(call: Call, backend: Backend) -> tuple[Any, ...]:
     """Run a backward call: dq, dk, dv in full rank; dbias, dsink if wanted."""
-    target = backend.target
-    launched = launched_backward(call.signature, target, target.family)
-    if launched is not None:
-        given = launched.recipe.inputs(call.given)
-        return tuple(launched.run(given, backend))
-    return _backward(call, backend)
-
-
-@on_copies
-def _backward(call: Call, backend: Backend) -> tuple[Any, ...]:
-    """As `backward`, of any call."""
     signature, target = call.signature, backend.target
     p = signature.problem
     with backend.current():
@@ -146,21 +163,9 @@ def _backward(call: Call, backend: Backend) -> tuple[Any, ...]:
                 zeros = backend.zeros(gradient.shape, gradient.dtype)
                 backend.copy(gradient, zeros)
             if p.dlse and p.return_dsink and 0 not in lse_shape_of(p):
-                reached = _backward(_with_a_key(call, backend), backend)
+                reached = backward(_with_a_key(call, backend), backend)
                 results["dsink"] = reached[-1]
         return returned(call, backend, results)
-
-
-@remembered
-def launched_backward(
-    signature: Signature, target: Target, family: FamilyName | None
-) -> Launched | None:
-    """A signature's backward call, None if it is more than a launch."""
-    p = signature.problem
-    if not have_pairs(p) or in_float32(signature, target, family):
-        return None
-    recipe = _backward_recipe(signature, target, family, False)
-    return _launched(signature, recipe, gradient_shapes_of(p))
 
 
 @remembered

@@ -5,7 +5,7 @@ Nothing is decided here. All kernels are launched by this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cuflash.backends.base import Backend
@@ -36,31 +36,15 @@ def run(
     wanted = written = recipe.results(results)
     if recipe.copies:
         read, written = _accessible(recipe, call, backend, read, written)
-    # Kept alive until the kernels are queued: after that, the stream's order
-    # makes it safe to reuse the memory. So are copies.
-    kept: Any = None
-    buffers: list[int] = []
-    if recipe.workspace:
-        kept, buffers = backend.workspace(recipe.workspace)
-    if shared:
-        buffers = [*buffers, *backend.address(shared, written=True)]
-    addresses = recipe.ordered((
-        0, call.seed, call.cache_seqlens, *bits(call.mod_numbers),
-        *backend.address(read), *backend.address(written, written=True),
-        *buffers,
-    ))  # fmt: skip
-    if recipe.repeats:
-        arguments = _arguments(recipe, backend.tensor_map, addresses)
-    else:
-        arguments = _filled(recipe, backend.tensor_map, addresses)
-    backend.launch(recipe.loaded, arguments, recipe.template.kind)
+    numbers = 0, call.seed, call.cache_seqlens, *bits(call.mod_numbers)
+    _launch(recipe, backend, numbers, read, written, shared)
     if written is not wanted:
         for result, copy in zip(wanted, written, strict=True):
             if copy is not result:
                 backend.copy(result, copy)
 
 
-# What comes before addresses where there are no numbers.
+# What `run` calls numbers, of calls without any.
 _NO_NUMBERS = 0, 0, 0, *bits(())
 
 
@@ -96,25 +80,44 @@ class Launched:
         `inputs` are in the order of its `reads`. An lse that is not wanted
         is None.
         """
-        recipe = self.recipe
         with backend.current():
             results = [backend.rows(*x) for x in self.rows]
             if self.writes_lse:
                 lse = backend.empty(*self.lse) if self.lse else None
                 results.append(lse)
-            kept: Any = None  # as in run()
-            buffers: Sequence[int] = ()
-            if recipe.workspace:
-                kept, buffers = backend.workspace(recipe.workspace)
-            addresses = recipe.ordered((
-                *_NO_NUMBERS,
-                *backend.address(inputs),
-                *backend.address(results, written=True),
-                *buffers,
-            ))  # fmt: skip
-            arguments = _arguments(recipe, backend.tensor_map, addresses)
-            backend.launch(recipe.loaded, arguments, recipe.template.kind)
+            _launch(self.recipe, backend, _NO_NUMBERS, inputs, results)
         return results
+
+
+def _launch(
+    recipe: Recipe,
+    backend: Backend,
+    numbers: tuple[int, ...],
+    read: tuple[Any, ...],
+    written: Iterable[Any],
+    shared: tuple[Any, ...] = (),
+) -> None:
+    """Launch a recipe's kernels on arrays that they can access.
+
+    `numbers` come before addresses in what `Recipe.ordered` takes.
+    """
+    # Kept alive until the kernels are queued: after that, the stream's order
+    # makes it safe to reuse the memory. So are the caller's copies.
+    kept: Any = None
+    buffers: Sequence[int] = ()
+    if recipe.workspace:
+        kept, buffers = backend.workspace(recipe.workspace)
+    if shared:
+        buffers = [*buffers, *backend.address(shared, written=True)]
+    addresses = recipe.ordered((
+        *numbers,
+        *backend.address(read),
+        *backend.address(written, written=True),
+        *buffers,
+    ))  # fmt: skip
+    fill = _arguments if recipe.repeats else _filled
+    arguments = fill(recipe, backend.tensor_map, addresses)
+    backend.launch(recipe.loaded, arguments, recipe.template.kind)
 
 
 def _accessible(
