@@ -17,7 +17,6 @@ from cuflash.request.options import ARRAYS, DIFFERENTIABLE, FORWARD, TRACED
 from . import (
     autocast,
     compiled_functions,
-    functions,
     random,
     transforms,
 )
@@ -150,12 +149,7 @@ def attention(
     if options or positional:
         plain, arrays = split_options(_NAME, options, positional)
         if not TRACED.isdisjoint(plain):
-            if torch._C._are_functorch_transforms_active():
-                own = functions.taken_in_eager_mode(plain, arrays, q)
-            elif torch.compiler.is_compiling():
-                program = compiled_functions.taken(plain, arrays, q)
-            else:
-                own = functions.taken(plain, arrays, q)
+            own, program = compiled_functions.own_or_program(plain, arrays, q)
         given = plain | arrays
     numbers = scale, causal, block_q, block_k, precision, num_splits
     return attend(

@@ -17,6 +17,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.expressions import serial
 from cuflash.request import traced
 
+from . import functions
 from .functions import readable
 from .reached import Path, Reached, UnguardedError
 from .recording import recorded
@@ -36,6 +37,22 @@ class Program(NamedTuple):
     arrays: list[torch.Tensor]
     numbers: list[Any]
     text: str
+
+
+def own_or_program(
+    options: dict[str, Any],
+    arrays: dict[str, torch.Tensor],
+    q: torch.Tensor,
+) -> tuple[functions.Functions | None, Program | None]:
+    """As `functions.taken`: what eager mode takes, or what the operator does.
+
+    Calls inside a transform of torch.func run in eager mode.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return functions.taken_in_eager_mode(options, arrays, q), None
+    if torch.compiler.is_compiling():
+        return None, taken(options, arrays, q)
+    return functions.taken(options, arrays, q), None
 
 
 def taken(

@@ -10,7 +10,7 @@ import torch
 
 from cuflash.errors import ShapeError, ValueRangeError
 
-from . import compiled_functions, functions
+from . import compiled_functions
 from .attention import attend
 from .block_mask import mask_of
 from .checks import check_tensors
@@ -125,12 +125,7 @@ def flex_attention(
     if not score_mod is block_mask is None:
         sizes = shape[0], shape[1], shape[2], shape_kv[2]
         options = _options(score_mod, block_mask, sizes)
-        if torch._C._are_functorch_transforms_active():
-            own = functions.taken_in_eager_mode(options, {}, query)
-        elif torch.compiler.is_compiling():
-            program = compiled_functions.taken(options, {}, query)
-        else:
-            own = functions.taken(options, {}, query)
+        own, program = compiled_functions.own_or_program(options, {}, query)
     wants_lse, wants_max = return_lse, False
     if return_aux is not None:
         wants_lse, wants_max = _wanted(return_aux, return_lse)
