@@ -108,7 +108,7 @@ def _of(node: Node, known: dict[Node, _Known]) -> _Known:
     if rule is None or len(bounds) < len(args):
         return None
     if node.op == "multiply" and node.args[0] is node.args[1]:
-        return _square(*bounds[:1])
+        return _square(bounds[0])
     return rule(*bounds)
 
 

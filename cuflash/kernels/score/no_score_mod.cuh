@@ -21,8 +21,9 @@ template <class Real> struct ScoreExpression {
     // Of derivatives along directions: whether the slope depends on the score or on arrays that
     // move.
     static constexpr bool CURVED = false;
-    // f(scale s), and its slope. INSIDE: reads are inside, and need no test.
+    // Up to which square of a score SMALL may be said of it: of none.
     static constexpr float SMALL_SQUARES = 0.0f;
+    // f(scale s), and its slope. INSIDE: reads are inside, and need no test.
     template <bool INSIDE = false, bool SMALL = false>
     Real score(Real s, Real scale, int, int) const {
         return s * scale;
